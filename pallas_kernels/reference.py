@@ -1,0 +1,284 @@
+"""The plain-jnp meaning of every kernel: specification, fallback, oracle.
+
+  quantize         x -> MxArray                      1x32, 32x1 or 32x32 blocks
+  requantize       MxArray 1x32 -> 32x1              a second rounding
+  grouped_matmul   y[r] = x[r] @ w[g(r)]             forward
+                   y[r] = x[r] @ w[g(r)]^T           input gradient (dgrad)
+  grouped_wgrad    dw[g] = sum over r in g of x[r]^T dy[r]
+  swiglu_quantize  h[r] = weight[r] * silu(gate) * up, and its backward
+
+Legend: r row, g group (`groups.GroupLayout`), K contracted, N produced.
+Operands are bf16 or MXFP8, products are exact in float32 (both have at most 8
+significant bits), sums are float32. A grouped product walks the 128-row tiles
+that hold rows and costs by rows, not by rows times experts.
+
+Not here: gradients, meshes, choice of backend (`mxmoe_jax`).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from pallas_kernels import groups
+from pallas_kernels import mxfp8
+
+MxArray = mxfp8.MxArray
+GroupLayout = groups.GroupLayout
+
+
+def quantize(x: jax.Array, axis: int = -1, *, block: mxfp8.Block = "1x32",
+             rounding: mxfp8.Rounding = "rceil", dtype: Any = mxfp8.E4M3,
+             layout: mxfp8.Layout = "linear") -> MxArray:
+  """Quantizes to MXFP8.
+
+  Args:
+    x: [...] bf16 or float32; the blocked axes are multiples of 32.
+    axis: the axis that one block runs along. -1 gives 1x32 blocks, -2 gives
+      the 32x1 blocks of a weight gradient.
+    block: "1x32", or "32x32" over the last two axes.
+    rounding: scale rule, one of `mxfp8.RULES`.
+    dtype: float8_e4m3fn or float8_e5m2.
+    layout: "linear" or "blocked" scales.
+
+  Returns:
+    MxArray of the shape of x. A block that holds NaN or Inf is all NaN.
+
+  Raises:
+    ValueError: if an option is unknown or an axis is no multiple of 32.
+  """
+  axis = axis - x.ndim if axis >= 0 else axis
+  shape = mxfp8.scale_shape(x.shape, axis, block, "linear")
+  axes = (-2, -1) if block == "32x32" else (axis,)
+  bits = _split_blocks(mxfp8.float32_bits(x), axes)
+  within = _within_axes(x.ndim, axes)
+  amax = jnp.max(bits & jnp.uint32(0x7FFFFFFF), axis=within, keepdims=True)
+  byte = mxfp8.scale_byte(amax, rounding, dtype)
+  data = mxfp8.encode(bits, byte, dtype).reshape(x.shape)
+  scale = byte.astype(jnp.uint8).reshape(shape)
+  out = MxArray(data, scale, axis=axis, block=block)
+  return out.with_layout(layout)
+
+
+def _within_axes(ndim: int, axes: tuple[int, ...]) -> tuple[int, ...]:
+  """The axes of 32 that `_split_blocks` makes."""
+  first = ndim + axes[0]
+  return tuple(first + 1 + 2 * i for i in range(len(axes)))
+
+
+def _split_blocks(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+  """Splits each of the (adjacent) axes n into (n / 32, 32)."""
+  shape = list(x.shape)
+  for a in axes:
+    shape[a] = (x.shape[a] // mxfp8.BLOCK, mxfp8.BLOCK)
+  flat = [n for item in shape
+          for n in (item if isinstance(item, tuple) else (item,))]
+  return x.reshape(flat)
+
+
+def dequantize(x: MxArray, dtype: Any = jnp.bfloat16) -> jax.Array:
+  """The numbers of an MxArray in bf16 (rounded once) or float32 (exact)."""
+  return x.dequantize(dtype)
+
+
+def requantize(x: MxArray, axis: int, *,
+               rounding: mxfp8.Rounding = "rceil",
+               layout: mxfp8.Layout = "linear") -> MxArray:
+  """Quantizes an MxArray again, along another axis (a second rounding).
+
+  1x32 blocks cannot be re-read as 32x1 blocks; a weight gradient that gets
+  its rows in MXFP8 needs this.
+  """
+  return quantize(x.dequantize(jnp.bfloat16), axis, rounding=rounding,
+                  dtype=x.data.dtype, layout=layout)
+
+
+def _operand(x: jax.Array | MxArray, axis: int) -> jax.Array:
+  """An operand as float32 numbers, after a check of its blocks."""
+  if isinstance(x, MxArray):
+    if x.block == "1x32" and x.axis != axis:
+      raise ValueError(
+          f"grouped matmul: an operand with blocks along axis {x.axis} cannot"
+          f" be contracted along axis {axis}; quantize it along {axis}.")
+    return x.dequantize(jnp.float32)
+  return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def grouped_matmul(lhs: jax.Array | MxArray, rhs: jax.Array | MxArray,
+                   layout: GroupLayout, *, transpose_rhs: bool = False,
+                   out_dtype: Any = jnp.bfloat16) -> jax.Array:
+  """y[r] = lhs[r] @ rhs[group of r], float32 sums.
+
+  Args:
+    lhs: [rows, K] bf16, or MxArray with blocks along axis -1.
+    rhs: [groups, K, N] bf16, or MxArray with blocks along axis -2 (or 32x32).
+      With transpose_rhs: [groups, N, K], blocks along axis -1.
+    layout: of the rows of lhs.
+    transpose_rhs: contract the last axis of rhs (the input gradient).
+    out_dtype: bfloat16 or float32.
+
+  Returns:
+    [rows, N]; rows that belong to no group are 0, whatever lhs holds there.
+  """
+  contract = -1 if transpose_rhs else -2
+  a, b = _operand(lhs, -1), _operand(rhs, contract)
+  tile_group, tile_rows = layout.tile_group(), layout.tile_rows()
+  width = b.shape[1] if transpose_rhs else b.shape[2]
+  inside = jnp.arange(groups.ROW_ALIGN)[:, None]
+
+  def multiply_tile(t, out):
+    start = t * groups.ROW_ALIGN
+    x = lax.dynamic_slice_in_dim(a, start, groups.ROW_ALIGN)
+    w = lax.dynamic_index_in_dim(b, tile_group[t], keepdims=False)
+    y = lax.dot_general(x, w, (((1,), (1 if transpose_rhs else 0,)), ((), ())))
+    y = jnp.where(inside < tile_rows[t], y, 0.0).astype(out_dtype)
+    return lax.dynamic_update_slice_in_dim(out, y, start, 0)
+
+  out = jnp.zeros((layout.rows, width), out_dtype)
+  return lax.fori_loop(0, layout.tile_count(), multiply_tile, out)
+
+
+def grouped_wgrad(lhs: jax.Array | MxArray, rhs: jax.Array | MxArray,
+                  layout: GroupLayout, *,
+                  out_dtype: Any = jnp.float32) -> jax.Array:
+  """dw[g] = sum over the rows r of group g of lhs[r]^T rhs[r].
+
+  Args:
+    lhs: [rows, K] bf16, or MxArray with blocks along axis -2 (32x1).
+    rhs: [rows, N] likewise. Padding rows of both must be zero.
+    layout: of the rows.
+    out_dtype: float32 or bfloat16, rounded from float32 sums.
+
+  Returns:
+    [groups, K, N]; groups without rows are exactly 0.
+  """
+  a, b = _operand(lhs, -2), _operand(rhs, -2)
+  tile_group = layout.tile_group()
+
+  def add_tile(t, dw):
+    start = t * groups.ROW_ALIGN
+    x = lax.dynamic_slice_in_dim(a, start, groups.ROW_ALIGN)
+    dy = lax.dynamic_slice_in_dim(b, start, groups.ROW_ALIGN)
+    part = lax.dot_general(x, dy, (((0,), (0,)), ((), ())))
+    return dw.at[tile_group[t]].add(part)
+
+  dw = jnp.zeros((layout.groups, a.shape[1], b.shape[1]), jnp.float32)
+  dw = lax.fori_loop(0, layout.tile_count(), add_tile, dw)
+  return dw.astype(out_dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Swiglu:
+  """The gated activation: g * sigmoid(alpha * g) * (u + up_offset).
+
+  The defaults are SwiGLU (Shazeer 2020). GPT-OSS clamps g from above and u to
+  both sides at limit = 7, with alpha = 1.702 and up_offset = 1.
+
+  Attributes:
+    limit: clamp g to at most `limit` and u to +-`limit`; None does not clamp.
+    alpha: slope inside the sigmoid.
+    up_offset: added to u after the clamp.
+  """
+
+  limit: float | None = None
+  alpha: float = 1.0
+  up_offset: float = 0.0
+
+  def __post_init__(self):
+    if self.limit is not None and not self.limit > 0:
+      raise ValueError(
+          f"Swiglu: limit must be positive or None; got {self.limit}.")
+
+
+def _gate_up(pre: jax.Array | MxArray, bias: jax.Array | None,
+             layout: GroupLayout) -> tuple[jax.Array, jax.Array]:
+  """Pre-activations [rows, 2 F] to (gate, up), float32, bias added."""
+  if isinstance(pre, MxArray):
+    pre = pre.dequantize(jnp.bfloat16)
+  pre = pre.astype(jnp.float32)
+  if bias is not None:
+    pre = pre + bias.astype(jnp.float32)[layout.row_group()]
+  gate, up = jnp.split(pre, 2, axis=-1)
+  return gate, up
+
+
+def swiglu(pre: jax.Array | MxArray, weight: jax.Array, layout: GroupLayout,
+           *, form: Swiglu = Swiglu(),
+           bias: jax.Array | None = None) -> jax.Array:
+  """h[r] = weight[r] * act(gate[r], up[r]), rounded to bf16 once.
+
+  Args:
+    pre: [rows, 2 F] bf16 ([gate | up]), or MxArray.
+    weight: [rows] float32, the combine weight of each row.
+    layout: of the rows; rows of no group come out 0.
+    form: the activation.
+    bias: [groups, 2 F], added to pre in float32, or None.
+
+  Returns:
+    [rows, F] bf16.
+  """
+  gate, up = _gate_up(pre, bias, layout)
+  if form.limit is not None:
+    gate = jnp.minimum(gate, form.limit)
+    up = jnp.clip(up, -form.limit, form.limit)
+  act = gate * jax.nn.sigmoid(form.alpha * gate) * (up + form.up_offset)
+  hidden = act * weight[:, None]
+  hidden = jnp.where(layout.row_valid()[:, None], hidden, 0.0)
+  return hidden.astype(jnp.bfloat16)
+
+
+def swiglu_backward(pre: jax.Array | MxArray, dh: jax.Array,
+                    weight: jax.Array, layout: GroupLayout, *,
+                    form: Swiglu = Swiglu(), bias: jax.Array | None = None
+                    ) -> tuple[jax.Array, jax.Array]:
+  """The gradient of `swiglu` before its weight: dh' = dy W_down^T.
+
+  Args:
+    pre, weight, layout, form, bias: as in `swiglu`.
+    dh: [rows, F] bf16, the gradient with respect to act (not times weight).
+
+  Returns:
+    dpre: [rows, 2 F] bf16 ([dgate | dup]), weight included.
+    dweight: [rows] float32, sum over F of dh * act.
+  """
+  gate, up = _gate_up(pre, bias, layout)
+  inside_gate, inside_up = jnp.ones_like(gate), jnp.ones_like(up)
+  if form.limit is not None:
+    inside_gate = (gate <= form.limit).astype(jnp.float32)
+    inside_up = (jnp.abs(up) <= form.limit).astype(jnp.float32)
+    gate = jnp.minimum(gate, form.limit)
+    up = jnp.clip(up, -form.limit, form.limit)
+  sigmoid = jax.nn.sigmoid(form.alpha * gate)
+  silu, up = gate * sigmoid, up + form.up_offset
+  valid = layout.row_valid()
+  dh = jnp.where(valid[:, None], dh.astype(jnp.float32), 0.0)
+  dweight = jnp.sum(jnp.where(valid[:, None], dh * silu * up, 0.0), axis=-1)
+  dact = dh * jnp.where(valid, weight, 0.0)[:, None]
+  dsilu = sigmoid + form.alpha * silu * (1.0 - sigmoid)
+  dgate = dact * up * dsilu * inside_gate
+  dup = dact * silu * inside_up
+  dpre = jnp.concatenate([dgate, dup], axis=-1)
+  dpre = jnp.where(valid[:, None], dpre, 0.0)
+  return dpre.astype(jnp.bfloat16), dweight
+
+
+def take_mx_rows(x: MxArray, source: jax.Array) -> MxArray:
+  """Rows of an MxArray with blocks along -1; -1 gives zeros, scale byte 0.
+
+  A row permutation commutes with 1x32 quantization exactly.
+
+  Args:
+    x: [n, K], linear scales.
+    source: [rows] int32 in -1..n-1.
+  """
+  if x.axis != -1 or x.layout != "linear" or x.block != "1x32":
+    raise ValueError(
+        "take_mx_rows: rows can be taken from 1x32 blocks along axis -1 with"
+        f" linear scales; got {x!r}.")
+  data = lax.bitcast_convert_type(x.data, jnp.uint8)
+  data = lax.bitcast_convert_type(groups.take_rows(data, source),
+                                  x.data.dtype)
+  return dataclasses.replace(x, data=data,
+                             scale=groups.take_rows(x.scale, source))
