@@ -1,0 +1,62 @@
+"""The command line of experiments.run: a config script and typed overrides."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Annotated
+
+import tyro
+
+from experiments import experiment as experiment_lib
+
+_USAGE = (
+  "python -m experiments.run CONFIG.py [--out DIR] [overrides]\n"
+  "CONFIG.py is a config script such as experiments/configs/tiny_cpu.py;\n"
+  "`python -m experiments.run CONFIG.py --help` lists its fields."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+  """Trains the experiment of a config script; every field can be overridden.
+
+  Attributes:
+    experiment: the config script's experiment, with overrides.
+    out: folder of the results; runs/NAME when left out. A second start with
+      the same folder and the same experiment goes on from its checkpoints.
+  """
+
+  experiment: Annotated[experiment_lib.Experiment, tyro.conf.arg(name="")]
+  out: pathlib.Path | None = None
+
+  @property
+  def folder(self) -> pathlib.Path:
+    """The folder of the results."""
+    return self.out or pathlib.Path("runs") / self.experiment.name
+
+
+def parse(arguments: list[str]) -> Command:
+  """Reads the config script and applies the overrides.
+
+  Args:
+    arguments: the command line without the program.
+
+  Returns:
+    The command.
+
+  Raises:
+    ValueError: the config script does not serve, or an override's value is
+      refused by `Experiment`.
+    SystemExit: help was asked, or an argument is unknown or of another type.
+  """
+  if not arguments or arguments[0] in ("-h", "--help"):
+    print(_USAGE)
+    raise SystemExit(0 if arguments else 2)
+  path = pathlib.Path(arguments[0])
+  return tyro.cli(
+    Command,
+    args=arguments[1:],
+    default=Command(experiment=experiment_lib.load(path)),
+    prog=f"python -m experiments.run {path}",
+  )
