@@ -1,0 +1,1 @@
+"""MXFP8 mixture-of-experts training for JAX."""
