@@ -88,9 +88,7 @@ def run(
       before a step runs.
     FloatingPointError: a loss is not finite.
   """
-  programs = {
-    recipe: train.build(experiment, recipe) for recipe in experiment.recipes
-  }
+  programs = [train.build(experiment, name) for name in experiment.recipes]
   corpus = data.read_corpus(experiment.data.heldout_every)
   data.heldout_batches(corpus, experiment.data)
   claim_folder(folder, experiment)
@@ -101,7 +99,7 @@ def run(
       done[recipe] = saved.check(job.context(recipe, {}))
   runs = []
   with shown:
-    for recipe, program in programs.items():
+    for recipe, program in zip(experiment.recipes, programs, strict=True):
       shown.start(recipe, done=done[recipe], steps=experiment.steps)
       runs.append(loop.run_recipe(job, recipe, program, shown.step))
   summary = _summary(job, runs, command)

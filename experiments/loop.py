@@ -131,7 +131,7 @@ def _steps(
         loss=float(told.loss),
         extra_loss=float(told.extra_loss),
         grad_norm=float(told.grad_norm),
-        learning_rate=float(schedule(number - 1)),
+        learning_rate=float(np.asarray(schedule(number - 1))),
         load_imbalance=float(told.load_imbalance),
         dropped_rows=int(told.dropped_rows),
         seconds=time.perf_counter() - started,

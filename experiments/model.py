@@ -218,7 +218,7 @@ class Transformer(nnx.Module):
       layers.
     """
     x = self.embedding(tokens)
-    call = nnx.remat(Block.__call__) if self.config.remat else Block.__call__
+    call = _call_recomputed if self.config.remat else Block.__call__
     layers = []
     for block in self.blocks:
       x, stats = call(block, x)
@@ -230,6 +230,15 @@ class Transformer(nnx.Module):
       dropped=jnp.stack([stats.dropped for stats in layers]),
       extra_loss=jnp.sum(jnp.stack([stats.extra_loss for stats in layers])),
     )
+
+
+def _call_recomputed(
+  block: Block, x: jax.Array
+) -> tuple[jax.Array, LayerStats]:
+  """Calls a block that saves its input alone for backward."""
+  graph, state = nnx.split(block)
+  call = jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x))
+  return call(state, x)
 
 
 def _linear(

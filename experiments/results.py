@@ -21,6 +21,8 @@ from typing import Any
 
 import jax
 
+from experiments import experiment as experiment_lib
+
 _PACKAGES = (
   "jax", "jaxlib", "flax", "optax", "numpy", "grain", "orbax-checkpoint"
 )  # fmt: skip
@@ -68,7 +70,7 @@ class RunResult:
     wall_seconds: of all steps together, compilation not included.
   """
 
-  recipe: str
+  recipe: experiment_lib.RecipeName
   seed: int
   losses: list[float]
   heldout_loss: float

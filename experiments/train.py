@@ -204,7 +204,7 @@ def train_step(
   gradient = jax.value_and_grad(total_loss, has_aux=True)
   (_, (loss, stats)), grads = gradient(state.params)
   updates, moments = optimizer.update(grads, state.optimizer, state.params)
-  params = optax.apply_updates(state.params, updates)
+  params: Any = optax.apply_updates(state.params, updates)
   model = nnx.merge(graph, params, state.balance)
   load = stats.load.astype(jnp.float32)
   after = TrainState(
@@ -216,7 +216,7 @@ def train_step(
   return after, StepMetrics(
     loss=loss,
     extra_loss=stats.extra_loss,
-    grad_norm=optax.global_norm(grads),
+    grad_norm=optax.tree.norm(grads),
     load_imbalance=jnp.max(jnp.max(load, axis=1) / jnp.mean(load, axis=1)),
     dropped_rows=jnp.sum(stats.dropped),
   )
