@@ -1,0 +1,5 @@
+"""Fixtures of the kernel tests."""
+
+from tests.mosaic_interpreter import interpreted
+
+__all__ = ["interpreted"]
