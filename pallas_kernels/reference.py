@@ -191,6 +191,13 @@ class Swiglu:
       raise ValueError(
           f"Swiglu: limit must be positive or None; got {self.limit}.")
 
+  def apply(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """The activation of float32 arrays of one shape."""
+    if self.limit is not None:
+      gate = jnp.minimum(gate, self.limit)
+      up = jnp.clip(up, -self.limit, self.limit)
+    return gate * jax.nn.sigmoid(self.alpha * gate) * (up + self.up_offset)
+
 
 def _gate_up(pre: jax.Array | MxArray, bias: jax.Array | None,
              layout: GroupLayout) -> tuple[jax.Array, jax.Array]:
@@ -220,11 +227,7 @@ def swiglu(pre: jax.Array | MxArray, weight: jax.Array, layout: GroupLayout,
     [rows, F] bf16.
   """
   gate, up = _gate_up(pre, bias, layout)
-  if form.limit is not None:
-    gate = jnp.minimum(gate, form.limit)
-    up = jnp.clip(up, -form.limit, form.limit)
-  act = gate * jax.nn.sigmoid(form.alpha * gate) * (up + form.up_offset)
-  hidden = act * weight[:, None]
+  hidden = form.apply(gate, up) * weight[:, None]
   hidden = jnp.where(layout.row_valid()[:, None], hidden, 0.0)
   return hidden.astype(jnp.bfloat16)
 

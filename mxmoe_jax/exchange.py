@@ -1,0 +1,301 @@
+"""Exchange: the all-to-all between tokens and experts, in MXFP8 or bf16.
+
+    counts [ep, E] --all_gather--> every device knows every row's place
+    wire row:  data | linear scales | float32 weight      uint8, 128-aligned
+
+Rows land expert-major in 128-aligned groups, ordered inside a group by
+(source device, source place): no second permutation follows the wire. With
+one device along the expert axis the exchange is the permutation itself.
+
+On GPUs a wire leg is one `ragged_all_to_all` with a slice per (peer, expert).
+XLA:CPU has no such collective: there a leg is an all_gather and a local
+gather with the same result.
+
+Legend: ep devices of the expert axis, S slots of a device, E experts, L = E /
+ep local experts, R rows of the expert buffer.
+"""
+
+import dataclasses
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from pallas_kernels import groups
+from pallas_kernels import mxfp8
+
+from mxmoe_jax import config as config_lib
+from mxmoe_jax import permute
+
+MxArray = mxfp8.MxArray
+MoEConfig = config_lib.MoEConfig
+
+WIRE_ALIGN = 128  # bytes: the stride of a wire row, one TMA-friendly line
+WEIGHT_BYTES = 4
+SLICES_PER_PEER = 128  # 1: 31.9 ms, 32: 1.43, 128: 0.61 (two H200, design)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+  """Where every row of this device goes, and where its rows come from.
+
+  Attributes:
+    slots: this device's slots in expert order.
+    layout: groups of this device's expert buffer.
+    source: [R] int32, device * S + place of the row; -1 for padding.
+    home: [S] int32, device * R + row where each slot's row lies; -1 if it
+      has none (no expert, or dropped).
+    kept: [ep, ep, L] int32, rows from device i to expert l of device j.
+    first: [ep, ep, L] int32, the place on device i where they begin.
+    land: [ep, ep, L] int32, the row on device j where they begin.
+    dropped: [E] int32, rows of all devices that had no room, per expert.
+    top_k: k (static).
+    axis: name of the expert axis, or None (static).
+  """
+
+  slots: permute.SlotOrder
+  layout: groups.GroupLayout
+  source: jax.Array
+  home: jax.Array
+  kept: jax.Array
+  first: jax.Array
+  land: jax.Array
+  dropped: jax.Array
+  top_k: int = dataclasses.field(metadata=dict(static=True))
+  axis: str | None = dataclasses.field(metadata=dict(static=True))
+
+
+def gather_counts(experts: jax.Array, config: MoEConfig,
+                  axis: str | None) -> jax.Array:
+  """[ep, E] int32, rows of every device for every expert (all_gather)."""
+  counts = permute.sort_slots(experts, config.num_experts).counts
+  if axis is None:
+    return counts[None]
+  return lax.all_gather(counts, axis)
+
+
+def make_plan(experts: jax.Array, counts: jax.Array, config: MoEConfig,
+              axis: str | None) -> Plan:
+  """Plans the exchange; the same on every device, no communication.
+
+  Args:
+    experts: [T, k] int32 expert ids of this device's tokens, -1 for none.
+    counts: [ep, E] int32 from `gather_counts`.
+    config: the layer.
+    axis: name of the expert axis, or None for one device.
+  """
+  tokens, top_k = experts.shape
+  ep, num_experts = counts.shape
+  slots = permute.sort_slots(experts, num_experts)
+  rows = config.buffer_rows(tokens, ep)
+  me = 0 if axis is None else lax.axis_index(axis)
+  by_target = counts.reshape(ep, ep, -1)
+  kept = _keep(by_target, config.real_rows(tokens, ep))
+  first = (jnp.cumsum(counts, axis=1) - counts).reshape(by_target.shape)
+  sizes = jnp.sum(kept, axis=0)
+  aligned = -(-sizes // groups.ROW_ALIGN) * groups.ROW_ALIGN
+  starts = jnp.cumsum(aligned, axis=1) - aligned
+  land = starts + jnp.cumsum(kept, axis=0) - kept
+  layout = groups.group_layout(sizes[me], rows)
+  source = _row_sources(layout, kept[:, me], first[:, me], land[:, me],
+                        tokens * top_k)
+  home = _slot_homes(experts, slots, kept[me], first[me], land[me], rows)
+  dropped = jnp.sum(by_target - kept, axis=0).reshape(-1)
+  return Plan(slots, layout, source, home, kept, first, land, dropped, top_k,
+              axis)
+
+
+def _keep(by_target: jax.Array, room: int) -> jax.Array:
+  """[ep, ep, L] rows that find room, cut from the end of (source, expert)."""
+  ep, _, local = by_target.shape
+  arriving = jnp.swapaxes(by_target, 0, 1).reshape(ep, ep * local)
+  kept = jax.vmap(lambda sizes: groups.clamp_sizes(sizes, room))(arriving)
+  return jnp.swapaxes(kept.reshape(ep, ep, local), 0, 1)
+
+
+def _row_sources(layout: groups.GroupLayout, kept: jax.Array,
+                 first: jax.Array, land: jax.Array, slots: int) -> jax.Array:
+  """[R] where each row of this device comes from; see `Plan.source`.
+
+  Args:
+    layout: of this device's buffer.
+    kept, first, land: [ep, L], the columns of the plan for this device.
+    slots: S.
+  """
+  group = layout.row_group()
+  row = jnp.arange(layout.rows, dtype=jnp.int32)
+  device = jnp.sum(row >= (land + kept)[:, group], axis=0)
+  device = jnp.minimum(device, kept.shape[0] - 1)
+  place = first[device, group] + row - land[device, group]
+  source = jnp.where(layout.row_valid(), device * slots + place, -1)
+  return source.astype(jnp.int32)
+
+
+def _slot_homes(experts: jax.Array, slots: permute.SlotOrder,
+                kept: jax.Array, first: jax.Array, land: jax.Array,
+                rows: int) -> jax.Array:
+  """[S] where each slot's row lies; see `Plan.home`.
+
+  Args:
+    experts: [T, k] ids.
+    slots: this device's slots in expert order.
+    kept, first, land: [ep, L], the rows of the plan for this device.
+    rows: R.
+  """
+  expert = experts.reshape(-1)
+  device, local = jnp.divmod(jnp.maximum(expert, 0), kept.shape[1])
+  inside = slots.place - first[device, local]
+  home = device * rows + land[device, local] + inside
+  held = (expert >= 0) & (inside < kept[device, local])
+  return jnp.where(held, home, -1).astype(jnp.int32)
+
+
+def to_experts(x: jax.Array | MxArray, weights: jax.Array, plan: Plan
+               ) -> tuple[jax.Array | MxArray, jax.Array]:
+  """Sends tokens to their experts (dispatch, and the gradient of combine).
+
+  Args:
+    x: [T, d] bf16 or MxArray (1x32, linear scales), one row per token.
+    weights: [T, k] float32, one number per slot that rides along.
+    plan: of this exchange.
+
+  Returns:
+    rows: [R, d] like x; padding rows 0 with scale byte 0.
+    row_weights: [R] float32; padding 0.
+  """
+  weights = weights.reshape(-1)
+  if plan.axis is None:
+    slot = jnp.where(plan.source >= 0,
+                     plan.slots.order[jnp.maximum(plan.source, 0)], -1)
+    token = jnp.where(slot >= 0, slot // plan.top_k, -1)
+    return permute.take_rows(x, token), groups.take_rows(weights, slot)
+  rows = permute.take_rows(x, plan.slots.order // plan.top_k)
+  wire = pack(rows, weights[plan.slots.order])
+  return unpack(_send(wire, plan), x)
+
+
+def to_tokens(rows: jax.Array | MxArray, extra: jax.Array, plan: Plan
+              ) -> tuple[jax.Array | MxArray, jax.Array]:
+  """Sends rows home (combine, and the gradient of dispatch).
+
+  Args:
+    rows: [R, d] bf16 or MxArray.
+    extra: [R] float32, one number per row that rides along.
+    plan: of this exchange.
+
+  Returns:
+    [T, k, d] like rows, zeros for slots without a row; [T, k] float32.
+  """
+  if plan.axis is None:
+    values, extra = (permute.take_rows(rows, plan.home),
+                     groups.take_rows(extra, plan.home))
+  else:
+    values, extra = unpack(_send_home(pack(rows, extra), plan), rows)
+  split = lambda a: a.reshape(-1, plan.top_k, *a.shape[1:])
+  return jax.tree.map(split, values), split(extra)
+
+
+def wire_stride(width: int, precision: str) -> int:
+  """Bytes of one wire row: data, scales, float32 weight; 128-aligned."""
+  data = width + width // mxfp8.BLOCK if precision == "mxfp8" else 2 * width
+  return groups.round_up(data + WEIGHT_BYTES, WIRE_ALIGN)
+
+
+def pack(rows: jax.Array | MxArray, extra: jax.Array) -> jax.Array:
+  """[n, stride] uint8 wire rows of rows [n, d] and extra [n] float32."""
+  parts = [rows.data, rows.scale] if isinstance(rows, MxArray) else [rows]
+  parts = [_as_bytes(p) for p in (*parts, extra[:, None])]
+  used = sum(p.shape[1] for p in parts)
+  stride = groups.round_up(used, WIRE_ALIGN)
+  parts.append(jnp.zeros((extra.shape[0], stride - used), jnp.uint8))
+  return jnp.concatenate(parts, axis=1)
+
+
+def unpack(wire: jax.Array, like: jax.Array | MxArray
+           ) -> tuple[jax.Array | MxArray, jax.Array]:
+  """The inverse of `pack`; `like` gives width and precision."""
+  width = like.shape[-1]
+  if isinstance(like, MxArray):
+    data = lax.bitcast_convert_type(wire[:, :width], like.data.dtype)
+    end = width + width // mxfp8.BLOCK
+    rows = dataclasses.replace(like, data=data, scale=wire[:, width:end])
+  else:
+    end = width * like.dtype.itemsize
+    rows = _from_bytes(wire[:, :end], like.dtype)
+  extra = _from_bytes(wire[:, end:end + WEIGHT_BYTES], jnp.float32)
+  return rows, extra[:, 0]
+
+
+def _as_bytes(x: jax.Array) -> jax.Array:
+  """[n, d] of any dtype as [n, bytes] uint8."""
+  if x.dtype.itemsize == 1:
+    return lax.bitcast_convert_type(x, jnp.uint8)
+  return lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
+
+
+def _from_bytes(x: jax.Array, dtype) -> jax.Array:
+  """The inverse of `_as_bytes` for dtypes of several bytes."""
+  size = jnp.dtype(dtype).itemsize
+  return lax.bitcast_convert_type(x.reshape(x.shape[0], -1, size), dtype)
+
+
+def _send(wire: jax.Array, plan: Plan) -> jax.Array:
+  """[S, stride] in expert order to [R, stride] expert-major."""
+  return lax.platform_dependent(
+      wire, cpu=lambda w: _gather(w, plan.source, plan.axis),
+      default=lambda w: _ragged_send(w, plan))
+
+
+def _send_home(wire: jax.Array, plan: Plan) -> jax.Array:
+  """[R, stride] expert-major to [S, stride] in slot order."""
+  return lax.platform_dependent(
+      wire, cpu=lambda w: _gather(w, plan.home, plan.axis),
+      default=lambda w: _ragged_return(w, plan))
+
+
+def _gather(wire: jax.Array, source: jax.Array, axis: str) -> jax.Array:
+  """The exchange without ragged_all_to_all: everything, then a choice."""
+  everyone = lax.all_gather(wire, axis, tiled=True)
+  return groups.take_rows(everyone, source)
+
+
+def _ragged_send(wire: jax.Array, plan: Plan) -> jax.Array:
+  """Dispatch by ragged_all_to_all, a slice (or more) per expert."""
+  me = lax.axis_index(plan.axis)
+  out = jnp.zeros((plan.layout.rows, wire.shape[1]), jnp.uint8)
+  return _ragged(wire, out, plan.axis, read=plan.first[me],
+                 send=plan.kept[me], write=plan.land[me],
+                 receive=plan.kept[:, me])
+
+
+def _ragged_return(wire: jax.Array, plan: Plan) -> jax.Array:
+  """The way home by ragged_all_to_all, put back into slot order."""
+  me = lax.axis_index(plan.axis)
+  out = jnp.zeros((plan.home.shape[0], wire.shape[1]), jnp.uint8)
+  out = _ragged(wire, out, plan.axis, read=plan.land[:, me],
+                send=plan.kept[:, me], write=plan.first[:, me],
+                receive=plan.kept[me])
+  held = jnp.where(plan.home >= 0, plan.slots.place, -1)
+  return groups.take_rows(out, held)
+
+
+def _ragged(wire, out, axis: str, *, read, send, write, receive) -> jax.Array:
+  """One ragged_all_to_all; offsets and sizes are [ep, L], in rows.
+
+  XLA launches about one thread block per slice, so a slice per (peer, expert)
+  is split further until a peer has `SLICES_PER_PEER`.
+  """
+  parts = -(-SLICES_PER_PEER // send.shape[1])
+  part = jnp.arange(parts, dtype=jnp.int32)
+
+  def split(offset, size):
+    step = (-(-size // parts))[..., None] * part
+    length = jnp.clip(size[..., None] - step, 0, -(-size // parts)[..., None])
+    return (offset[..., None] + step).reshape(-1), length.reshape(-1)
+
+  read, send_sizes = split(read, send)
+  write, _ = split(write, send)
+  _, receive_sizes = split(receive, receive)
+  return lax.ragged_all_to_all(wire, out, read, send_sizes, write,
+                               receive_sizes, axis_name=axis)
