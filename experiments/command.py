@@ -25,10 +25,20 @@ class Command:
     experiment: the config script's experiment, with overrides.
     out: folder of the results; runs/NAME when left out. A second start with
       the same folder and the same experiment goes on from its checkpoints.
+    distributed: whether this is one of `mesh.processes` processes that a
+      cluster has started. Where jax knows the cluster that is enough; else the
+      next three say what it needs.
+    coordinator: address and port of process 0, such as host:1234.
+    num_processes: all processes.
+    process_id: this one, from 0.
   """
 
   experiment: Annotated[experiment_lib.Experiment, tyro.conf.arg(name="")]
   out: pathlib.Path | None = None
+  distributed: bool = False
+  coordinator: str | None = None
+  num_processes: int | None = None
+  process_id: int | None = None
 
   @property
   def folder(self) -> pathlib.Path:

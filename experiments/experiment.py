@@ -187,13 +187,21 @@ class MeshConfig:
   Attributes:
     data: replicas of the experts; tokens are split over them.
     expert: devices that share the experts; tokens are split over them too.
+    processes: processes that share the mesh. The command starts them on this
+      machine, unless `--distributed` says that a cluster has.
   """
 
   data: int = 1
   expert: int = 1
+  processes: int = 1
 
   def __post_init__(self) -> None:
-    _at_least(self, 1, "data", "expert")
+    _at_least(self, 1, "data", "expert", "processes")
+    _require(
+      self.size % self.processes == 0,
+      "MeshConfig: data * expert must be a multiple of processes; got"
+      f" data={self.data}, expert={self.expert}, processes={self.processes}.",
+    )
 
   @property
   def size(self) -> int:

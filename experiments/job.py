@@ -11,11 +11,12 @@ step runs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
 
-from experiments import data, loop, plot, progress, results, train
+from experiments import data, loop, plot, processes, progress, results, train
 from experiments import experiment as experiment_lib
 from experiments import model as model_lib
 
@@ -91,7 +92,8 @@ def run(
   programs = [train.build(experiment, name) for name in experiment.recipes]
   corpus = data.read_corpus(experiment.data.heldout_every)
   data.heldout_batches(corpus, experiment.data)
-  claim_folder(folder, experiment)
+  processes.require_same(experiment)
+  processes.on_first(functools.partial(claim_folder, folder, experiment))
   job = loop.Job(experiment=experiment, folder=folder, corpus=corpus)
   done = {}
   for recipe in experiment.recipes:
@@ -102,16 +104,22 @@ def run(
     for recipe, program in zip(experiment.recipes, programs, strict=True):
       shown.start(recipe, done=done[recipe], steps=experiment.steps)
       runs.append(loop.run_recipe(job, recipe, program, shown.step))
-  summary = _summary(job, runs, command)
-  results.write_json(folder / "summary.json", summary)
-  plot.draw(
-    folder / "loss.png",
-    runs,
-    unigram_entropy=corpus.unigram_entropy,
-    title=f"{experiment.name} on {summary['device']['kind']}",
-  )
-  shown.report(runs, unigram_entropy=corpus.unigram_entropy, folder=folder)
+  if processes.is_first():
+    _write(job, runs, command)
+    shown.report(runs, unigram_entropy=corpus.unigram_entropy, folder=folder)
   return runs
+
+
+def _write(job: loop.Job, runs: list[results.RunResult], command: str) -> None:
+  """Writes summary.json and loss.png."""
+  summary = _summary(job, runs, command)
+  results.write_json(job.folder / "summary.json", summary)
+  plot.draw(
+    job.folder / "loss.png",
+    runs,
+    unigram_entropy=job.corpus.unigram_entropy,
+    title=f"{job.experiment.name} on {summary['device']['kind']}",
+  )
 
 
 def _summary(

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import checkpoint, data, results, train
+from experiments import checkpoint, data, processes, results, train
 from experiments import experiment as experiment_lib
 
 
@@ -92,7 +92,8 @@ def run_recipe(
     if done:
       state, position = saved.restore(state, context)
       batches.set_state(position)
-    with results.MetricsFile(path, steps=done) as metrics:
+    writes = processes.is_first()
+    with results.MetricsFile(path, steps=done, writes=writes) as metrics:
       for trained, record in _steps(job, program, state, batches, done):
         state = trained
         metrics.append(record)

@@ -128,17 +128,23 @@ def device() -> dict[str, Any]:
 class MetricsFile:
   """A JSONL file of step records; a context manager."""
 
-  def __init__(self, path: pathlib.Path, *, steps: int) -> None:
+  def __init__(
+    self, path: pathlib.Path, *, steps: int, writes: bool = True
+  ) -> None:
     """Opens the file after its first `steps` records; later ones are dropped.
 
     Args:
       path: the file, made when absent.
       steps: records to keep, those of a checkpoint.
+      writes: whether this process is the one that writes the file.
 
     Raises:
       ValueError: the file lacks some of them.
     """
     self.records = _read_records(path, steps)
+    self._file = None
+    if not writes:
+      return
     partial = path.with_name(path.name + ".partial")
     lines = (json.dumps(dataclasses.asdict(r)) + "\n" for r in self.records)
     partial.write_text("".join(lines))
@@ -151,13 +157,15 @@ class MetricsFile:
 
   def __exit__(self, *_: object) -> None:
     """Closes the file."""
-    self._file.close()
+    if self._file:
+      self._file.close()
 
   def append(self, record: StepRecord) -> None:
     """Adds a record and hands it to the system."""
     self.records.append(record)
-    self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
-    self._file.flush()
+    if self._file:
+      self._file.write(json.dumps(dataclasses.asdict(record)) + "\n")
+      self._file.flush()
 
 
 def _read_records(path: pathlib.Path, steps: int) -> list[StepRecord]:

@@ -16,15 +16,29 @@ import sys
 # What a run needs beyond the library: the extra `experiments`.
 _NEEDED = ("tyro", "rich", "grain", "orbax", "matplotlib")
 
+# With this flag the caller has chosen the number of host devices.
+_HOST_DEVICES = "xla_force_host_platform_device_count"
+
+# Seconds that a collective between host devices may wait.
+_PATIENCE = (
+  "--xla_cpu_collective_call_terminate_timeout_seconds=600"
+  " --xla_cpu_collective_timeout_seconds=600"
+)
+
 
 def set_environment() -> None:
   """Sets what must be set before jax is imported.
 
   XLA:CPU sizes its thread pool by NPROC. Collectives between host devices
   each hold a thread while they wait for the others, so on a machine with few
-  cores the default pool can leave none for the device they wait for.
+  cores the default pool can leave none for the device they wait for. XLA ends
+  a process whose collective waits for 40 seconds, which on such a machine is
+  no sign of a fault.
   """
   os.environ.setdefault("NPROC", "32")
+  flags = os.environ.get("XLA_FLAGS", "")
+  if "xla_cpu_collective" not in flags:
+    os.environ["XLA_FLAGS"] = f"{flags} {_PATIENCE}".strip()
 
 
 def main(arguments: list[str]) -> int:
@@ -44,29 +58,40 @@ def main(arguments: list[str]) -> int:
     )
     return 1
   try:
-    _run(arguments)
+    return _run(arguments)
   except (ValueError, FloatingPointError, NotImplementedError) as error:
     print(f"{type(error).__name__}: {error}", file=sys.stderr)
     return 1
-  return 0
 
 
-def _run(arguments: list[str]) -> None:
+def _run(arguments: list[str]) -> int:
   """Runs the experiment; tyro, then jax, are imported here and not before."""
   from experiments import command as command_lib
 
   command = command_lib.parse(arguments)
+  mesh = command.experiment.mesh
 
+  import jax
   import rich.console
 
-  from experiments import job, progress
+  from experiments import job, processes, progress
 
+  if mesh.processes > 1 and not command.distributed:
+    return processes.start_all(arguments, mesh.processes)
+  if mesh.size > 1 and _HOST_DEVICES not in os.environ["XLA_FLAGS"]:
+    # CPU devices that stand in for GPUs; says nothing to other platforms.
+    jax.config.update("jax_num_cpu_devices", mesh.size // mesh.processes)
+  if command.distributed:
+    processes.join(command)
+  line = ["python", "-m", "experiments.run", *processes.typed(arguments)]
+  quiet = not processes.is_first()
   job.run(
     command.experiment,
     folder=command.folder,
-    command=shlex.join(["python", "-m", "experiments.run", *arguments]),
-    shown=progress.Progress(rich.console.Console()),
+    command=shlex.join(line),
+    shown=progress.Progress(rich.console.Console(quiet=quiet)),
   )
+  return 0
 
 
 if __name__ == "__main__":

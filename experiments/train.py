@@ -139,7 +139,8 @@ def make_mesh(config: experiment_lib.MeshConfig) -> jax.sharding.Mesh | None:
   if config.size == 1:
     return None
   found = jax.device_count()
-  if found < config.size:
+  # A process none of whose devices is in the mesh would have nothing to do.
+  if found < config.size or (jax.process_count() > 1 and found > config.size):
     raise ValueError(
       f"mesh {config.data} x {config.expert} needs {config.size} devices;"
       f" {found} found. Set --mesh.data and --mesh.expert to fit."
@@ -284,6 +285,7 @@ def build(
 
   graph = nnx.graphdef(nnx.eval_shape(make_model))
   placed = state_shardings(jax.eval_shape(initialise), mesh)
+  everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else None
   step = functools.partial(
     train_step,
     graph=graph,
@@ -292,8 +294,10 @@ def build(
   )
   return Program(
     initialise=jax.jit(initialise, out_shardings=placed),
-    step=jax.jit(step, donate_argnums=0, out_shardings=(placed, None)),
-    evaluate=jax.jit(functools.partial(evaluate, graph=graph)),
+    step=jax.jit(step, donate_argnums=0, out_shardings=(placed, everywhere)),
+    evaluate=jax.jit(
+      functools.partial(evaluate, graph=graph), out_shardings=everywhere
+    ),
     place=functools.partial(place_batch, mesh=mesh),
     mesh=mesh,
   )

@@ -32,7 +32,10 @@ def losses(folder):
 
 
 def test_killed_in_the_middle_the_command_goes_on_to_the_bit(tmp_path):
-  overrides = ("--recipes", "mxfp8", "--steps", "400")
+  overrides = (
+    *("--recipes", "mxfp8", "--steps", "40"),
+    *("--checkpoint-every", "5"),
+  )
   whole, broken = tmp_path / "whole", tmp_path / "broken"
   metrics = broken / "metrics-mxfp8.jsonl"
   disturbed = start(*overrides, "--out", str(broken))
