@@ -5,21 +5,12 @@
 `layer.py` holds the whole algorithm; `explain` says what would run.
 """
 
-from mxmoe_jax.config import MoEConfig
-from mxmoe_jax.config import Recipe
-from mxmoe_jax.config import Swiglu
-from mxmoe_jax.experts import QuantizedWeights
-from mxmoe_jax.experts import quantize_weights
-from mxmoe_jax.explaining import Explanation
-from mxmoe_jax.explaining import explain
-from mxmoe_jax.layer import MoEStats
-from mxmoe_jax.layer import moe
-from mxmoe_jax.matmul import dequantize
-from mxmoe_jax.matmul import grouped_matmul
-from mxmoe_jax.matmul import quantize
-from mxmoe_jax.module import BalanceBias
-from mxmoe_jax.module import MoE
-from mxmoe_jax.module import to_linen
+from mxmoe_jax.config import MoEConfig, Recipe, Swiglu
+from mxmoe_jax.experts import QuantizedWeights, quantize_weights
+from mxmoe_jax.explaining import Explanation, explain
+from mxmoe_jax.layer import MoEStats, moe
+from mxmoe_jax.matmul import dequantize, grouped_matmul, quantize
+from mxmoe_jax.module import BalanceBias, MoE, to_linen
 from mxmoe_jax.routing import update_balance_bias
 
 __all__ = [

@@ -8,15 +8,14 @@ An operation is one of the fields of `Ops`. Each is chosen on its own;
 `choices` gives the reasons that `explain()` prints.
 """
 
+from collections.abc import Callable
 import dataclasses
-import re
-from typing import Any, Callable, Literal
+from typing import Any, Literal
 
 import jax
 
-from pallas_kernels import reference
-
 from mxmoe_jax import config as config_lib
+from pallas_kernels import reference
 
 Generation = Literal["hopper", "blackwell"]
 
@@ -61,9 +60,8 @@ def generation(capability: str | None) -> Generation | None:
     "hopper" for 9.0, "blackwell" for 10.0, else None: 10.3 and 12.x have not
     been proven.
   """
-  match = re.fullmatch(r"(\d+)\.(\d+)", capability or "")
-  known = {(9, 0): "hopper", (10, 0): "blackwell"}
-  return known.get(tuple(map(int, match.groups()))) if match else None
+  known: dict[str | None, Generation] = {"9.0": "hopper", "10.0": "blackwell"}
+  return known.get(capability)
 
 
 def device_capability(device: Any = None) -> str | None:

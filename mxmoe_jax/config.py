@@ -10,9 +10,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from pallas_kernels import groups
-from pallas_kernels import mxfp8
-from pallas_kernels import reference
+from pallas_kernels import groups, mxfp8, reference
 
 Swiglu = reference.Swiglu
 Precision = Literal["mxfp8", "bf16"]

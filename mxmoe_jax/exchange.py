@@ -21,11 +21,9 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import groups
-from pallas_kernels import mxfp8
-
 from mxmoe_jax import config as config_lib
 from mxmoe_jax import permute
+from pallas_kernels import groups, mxfp8
 
 MxArray = mxfp8.MxArray
 MoEConfig = config_lib.MoEConfig
@@ -120,7 +118,9 @@ def _row_sources(layout: groups.GroupLayout, kept: jax.Array,
 
   Args:
     layout: of this device's buffer.
-    kept, first, land: [ep, L], the columns of the plan for this device.
+    kept: [ep, L], the plan's column for this device, as the next two.
+    first: [ep, L].
+    land: [ep, L].
     slots: S.
   """
   group = layout.row_group()
@@ -140,7 +140,9 @@ def _slot_homes(experts: jax.Array, slots: permute.SlotOrder,
   Args:
     experts: [T, k] ids.
     slots: this device's slots in expert order.
-    kept, first, land: [ep, L], the rows of the plan for this device.
+    kept: [ep, L], the plan's row for this device, as the next two.
+    first: [ep, L].
+    land: [ep, L].
     rows: R.
   """
   expert = experts.reshape(-1)
@@ -192,8 +194,11 @@ def to_tokens(rows: jax.Array | MxArray, extra: jax.Array, plan: Plan
                      groups.take_rows(extra, plan.home))
   else:
     values, extra = unpack(_send_home(pack(rows, extra), plan), rows)
-  split = lambda a: a.reshape(-1, plan.top_k, *a.shape[1:])
-  return jax.tree.map(split, values), split(extra)
+
+  def by_token(a):
+    return a.reshape(-1, plan.top_k, *a.shape[1:])
+
+  return jax.tree.map(by_token, values), by_token(extra)
 
 
 def wire_stride(width: int, precision: str) -> int:
@@ -254,8 +259,10 @@ def _send_home(wire: jax.Array, plan: Plan) -> jax.Array:
       default=lambda w: _ragged_return(w, plan))
 
 
-def _gather(wire: jax.Array, source: jax.Array, axis: str) -> jax.Array:
+def _gather(wire: jax.Array, source: jax.Array, axis: str | None
+            ) -> jax.Array:
   """The exchange without ragged_all_to_all: everything, then a choice."""
+  assert axis is not None
   everyone = lax.all_gather(wire, axis, tiled=True)
   return groups.take_rows(everyone, source)
 
@@ -280,12 +287,13 @@ def _ragged_return(wire: jax.Array, plan: Plan) -> jax.Array:
   return groups.take_rows(out, held)
 
 
-def _ragged(wire, out, axis: str, *, read, send, write, receive) -> jax.Array:
+def _ragged(wire, out, axis: str | None, *, read, send, write, receive) -> jax.Array:
   """One ragged_all_to_all; offsets and sizes are [ep, L], in rows.
 
   XLA launches about one thread block per slice, so a slice per (peer, expert)
   is split further until a peer has `SLICES_PER_PEER`.
   """
+  assert axis is not None
   parts = -(-SLICES_PER_PEER // send.shape[1])
   part = jnp.arange(parts, dtype=jnp.int32)
 

@@ -12,6 +12,7 @@ Legend: R rows (128-aligned groups), D d_model, F d_ff, E local experts.
 Precisions come from the recipe; `matmul.operand` is the rule.
 """
 
+from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
@@ -19,13 +20,11 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import groups
-from pallas_kernels import mxfp8
-
 from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
 from mxmoe_jax import matmul
 from mxmoe_jax import sharding as sharding_lib
+from pallas_kernels import groups, mxfp8
 
 MxArray = mxfp8.MxArray
 MoEConfig = config_lib.MoEConfig
@@ -117,7 +116,7 @@ def make_stage(config: MoEConfig,
   return Stage(ops, config, sharding)
 
 
-def expert_params(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def expert_params(params: Mapping[str, Any]) -> dict[str, Any]:
   """The parameters of the experts alone."""
   names = ("gate_up", "down", "gate_up_bias", "down_bias")
   return {name: params[name] for name in names if name in params}
@@ -189,12 +188,12 @@ def weight_operand(master: jax.Array, view: MxArray | None, axis: int,
   """A weight as a matmul reads it: the quantized view if there is one."""
   if precision == "bf16":
     return _gather(master.astype(jnp.bfloat16), stage.fsdp_axis)
-  if view is None:
-    view = _quantize_weight(master, axis, precision, stage.ops, stage.recipe)
-  return _gather(view, stage.fsdp_axis).along(axis)
+  mx = view if view is not None else _quantize_weight(
+      master, axis, precision, stage.ops, stage.recipe)
+  return _gather(mx, stage.fsdp_axis).along(axis)
 
 
-def _gather(w: jax.Array | MxArray, axis: str | None) -> Any:
+def _gather(w: jax.Array | MxArray | None, axis: str | None) -> Any:
   """Weights whose axis 1 is split over a mesh axis, whole; MXFP8 as bytes."""
   if axis is None:
     return w
@@ -245,6 +244,11 @@ def down_backward(dy, hidden, row_weights, params: dict,
   Args:
     dy: [R, D] MxArray or bf16, each row its token's gradient, not weighted.
     hidden: [R, F] as kept, weighted.
+    row_weights: [R] float32.
+    params: expert weights.
+    quantized: their MXFP8 copies, or empty.
+    layout: of the rows.
+    stage: operations and options.
   """
   recipe, ops = stage.recipe, stage.ops
   w = weight_operand(params["down"], quantized.down_grad, -1,

@@ -10,13 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mxmoe_jax import arguments
+from mxmoe_jax import arguments, exchange, layer, residuals
 from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
-from mxmoe_jax import exchange
 from mxmoe_jax import experts as experts_lib
-from mxmoe_jax import layer
-from mxmoe_jax import residuals
 from mxmoe_jax import sharding as sharding_lib
 
 MoEConfig = config_lib.MoEConfig

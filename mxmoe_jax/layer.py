@@ -15,18 +15,21 @@ is the same picture read upwards. The recipe decides what is MXFP8.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from mxmoe_jax import arguments
+from mxmoe_jax import (
+  arguments,
+  exchange,
+  experts,
+  matmul,
+  permute,
+  residuals,
+  routing,
+)
 from mxmoe_jax import config as config_lib
-from mxmoe_jax import exchange
-from mxmoe_jax import experts
-from mxmoe_jax import matmul
-from mxmoe_jax import permute
-from mxmoe_jax import residuals
-from mxmoe_jax import routing
 from mxmoe_jax import sharding as sharding_lib
 
 MoEConfig = config_lib.MoEConfig
@@ -93,7 +96,7 @@ def moe(x: jax.Array, params: dict[str, jax.Array], config: MoEConfig, *,
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def mixture(static, x, weights, ids, params, quantized):
+def mixture(static, x, weights, ids, params, quantized) -> Any:
   """y[t] = sum over j of weights[t, j] * expert ids[t, j] of x[t].
 
   Args:
@@ -110,8 +113,8 @@ def mixture(static, x, weights, ids, params, quantized):
   return _mixture_fwd(static, x, weights, ids, params, quantized)[0]
 
 
-def _mixture_fwd(static, *args):
-  args = matmul.refuse_vmap(args)
+def _mixture_fwd(static, *primals):
+  args: tuple[Any, ...] = matmul.refuse_vmap(primals)
   sharding, tokens, local = static[1], *_specs(static[1])
   outs = sharding_lib.run(
       functools.partial(forward, experts.make_stage(*static)), sharding,
@@ -121,7 +124,7 @@ def _mixture_fwd(static, *args):
 
 
 def _mixture_bwd(static, saved, cotangents):
-  kept, (x, weights, ids, params, quantized) = saved
+  kept, (_, weights, ids, params, quantized) = saved
   sharding, tokens, local = static[1], *_specs(static[1])
   dx, dweights, grads = sharding_lib.run(
       functools.partial(backward, experts.make_stage(*static)), sharding,

@@ -18,16 +18,13 @@ import functools
 from typing import Any
 
 import jax
-from jax import custom_batching
+from jax import core, custom_batching
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import groups
-from pallas_kernels import mxfp8
-from pallas_kernels import reference
-
 from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
+from pallas_kernels import groups, mxfp8, reference
 
 MxArray = mxfp8.MxArray
 Recipe = config_lib.Recipe
@@ -308,7 +305,7 @@ def _check_matmul(lhs, rhs, group_sizes, recipe: Recipe) -> None:
         "grouped_matmul: group_sizes must have one entry per group (expert)"
         f" of rhs; got shape {jnp.shape(group_sizes)} for"
         f" {rhs.shape[0]} groups in rhs{tuple(rhs.shape)}.")
-  if not isinstance(group_sizes, jax.core.Tracer):
+  if not isinstance(group_sizes, core.Tracer):
     sizes = np.asarray(group_sizes).astype(np.int64)
     if (sizes < 0).any() or sizes.sum() > lhs.shape[0]:
       raise ValueError(

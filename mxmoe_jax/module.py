@@ -4,17 +4,17 @@ The module owns the parameters and the balance bias; everything else is
 `layer.moe`. Parameters carry no axis names unless asked for.
 """
 
+from collections.abc import Mapping
 import math
-from typing import Any, Mapping
+from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from mxmoe_jax import arguments
+from mxmoe_jax import arguments, layer
 from mxmoe_jax import config as config_lib
 from mxmoe_jax import experts as experts_lib
-from mxmoe_jax import layer
 from mxmoe_jax import sharding as sharding_lib
 
 MoEConfig = config_lib.MoEConfig
@@ -68,7 +68,8 @@ class MoE(nnx.Module):
     for name, shape in shapes.items():
       value = _initial(name, shape, config, rngs)
       names = axis_names.get(name)
-      metadata = {} if names is None else {"out_sharding": names}
+      metadata: dict[str, Any] = (
+          {} if names is None else {"out_sharding": names})
       setattr(self, name, nnx.Param(value, **metadata))
     self.balance_bias = nnx.data(
         BalanceBias(jnp.zeros(config.num_experts, jnp.float32))

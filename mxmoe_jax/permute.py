@@ -15,9 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import groups
-from pallas_kernels import mxfp8
-from pallas_kernels import reference
+from pallas_kernels import groups, mxfp8, reference
 
 MxArray = mxfp8.MxArray
 

@@ -11,14 +11,12 @@ DeepSeek-V3's widths (7168, 2048): 26.6 kB in bf16, 17.7 kB in MXFP8.
 import dataclasses
 from typing import Any
 
-from jax import ad_checkpoint
 import jax
-
-from pallas_kernels import groups
-from pallas_kernels import mxfp8
+from jax import ad_checkpoint
 
 from mxmoe_jax import config as config_lib
 from mxmoe_jax import experts as experts_lib
+from pallas_kernels import groups, mxfp8
 
 MxArray = mxfp8.MxArray
 Recipe = config_lib.Recipe

@@ -11,17 +11,16 @@ gradients are summed over the data axes once, inside. Out of scope: splitting
 one expert over devices (tensor parallelism).
 """
 
+from collections.abc import Callable
 import dataclasses
-from typing import Any, Callable
+from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import groups
-from pallas_kernels import mxfp8
-
 from mxmoe_jax import config as config_lib
+from pallas_kernels import groups, mxfp8
 
 MoEConfig = config_lib.MoEConfig
 Mesh = jax.sharding.Mesh | jax.sharding.AbstractMesh

@@ -22,8 +22,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import groups
-from pallas_kernels import mxfp8
+from pallas_kernels import groups, mxfp8
 
 MxArray = mxfp8.MxArray
 GroupLayout = groups.GroupLayout
@@ -70,12 +69,10 @@ def _within_axes(ndim: int, axes: tuple[int, ...]) -> tuple[int, ...]:
 
 def _split_blocks(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   """Splits each of the (adjacent) axes n into (n / 32, 32)."""
-  shape = list(x.shape)
-  for a in axes:
-    shape[a] = (x.shape[a] // mxfp8.BLOCK, mxfp8.BLOCK)
-  flat = [n for item in shape
-          for n in (item if isinstance(item, tuple) else (item,))]
-  return x.reshape(flat)
+  shape: list[int] = []
+  for axis, n in enumerate(x.shape, start=-x.ndim):
+    shape += [n // mxfp8.BLOCK, mxfp8.BLOCK] if axis in axes else [n]
+  return x.reshape(shape)
 
 
 def dequantize(x: MxArray, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -239,8 +236,12 @@ def swiglu_backward(pre: jax.Array | MxArray, dh: jax.Array,
   """The gradient of `swiglu` before its weight: dh' = dy W_down^T.
 
   Args:
-    pre, weight, layout, form, bias: as in `swiglu`.
+    pre: as in `swiglu`.
     dh: [rows, F] bf16, the gradient with respect to act (not times weight).
+    weight: as in `swiglu`, as the next three.
+    layout: of the rows.
+    form: the activation.
+    bias: [groups, 2 F], or None.
 
   Returns:
     dpre: [rows, 2 F] bf16 ([dgate | dup]), weight included.

@@ -25,8 +25,9 @@ MAY_IMPORT = {
 # The data flow of the layer, which is the import order and the reading order: a
 # module imports only modules to its left. A new module is added at its place.
 READING_ORDER = (
-  *("config", "backend", "matmul", "routing", "permute", "exchange"),
-  *("experts", "sharding", "layer", "module", "__init__"),
+  *("config", "sharding", "backend", "matmul", "routing", "permute"),
+  *("exchange", "experts", "residuals", "arguments", "layer", "module"),
+  *("explaining", "__init__"),
 )
 
 MAX_FILE_LINES = 350
