@@ -56,7 +56,7 @@ class ModelConfig:
     routed_scaling: factor on the combine weights.
     num_groups: expert groups of group-limited routing.
     groups_per_token: groups a token may choose from.
-    num_shared_experts: experts that every token visits.
+    d_ff_shared: width of the experts that every token visits, together.
     balance_bias: aux-free balancing, moved by `OptimizerConfig.balance_rate`.
     aux_loss_coef: weight of the balance loss.
     z_loss_coef: weight of the router z-loss.
@@ -65,7 +65,6 @@ class ModelConfig:
     tied_head: whether the output head is the transposed embedding.
     rope_base: base of the rotary frequencies.
     remat: whether a block is recomputed in backward rather than saved.
-    dtype: dtype of activations.
     param_dtype: dtype of master parameters.
     backend: which implementation runs the experts.
   """
@@ -81,7 +80,7 @@ class ModelConfig:
   routed_scaling: float = 1.0
   num_groups: int = 1
   groups_per_token: int = 1
-  num_shared_experts: int = 0
+  d_ff_shared: int = 0
   balance_bias: bool = False
   aux_loss_coef: float = 0.01
   z_loss_coef: float = 0.0
@@ -89,7 +88,6 @@ class ModelConfig:
   tied_head: bool = False
   rope_base: float = 10_000.0
   remat: bool = False
-  dtype: FloatName = "bfloat16"
   param_dtype: FloatName = "float32"
   backend: Literal["auto", "mosaic", "xla"] = "auto"
 
@@ -189,11 +187,14 @@ class MeshConfig:
     expert: devices that share the experts; tokens are split over them too.
     processes: processes that share the mesh. The command starts them on this
       machine, unless `--distributed` says that a cluster has.
+    fsdp: whether expert weights and their moments are split over the data axis
+      too, and gathered when they are used.
   """
 
   data: int = 1
   expert: int = 1
   processes: int = 1
+  fsdp: bool = False
 
   def __post_init__(self) -> None:
     _at_least(self, 1, "data", "expert", "processes")

@@ -7,8 +7,8 @@
      | head(norm(x))               logits [batch, time, vocabulary] float32
 
 Master parameters are float32 and are cast where they are used; activations are
-`dtype` (bfloat16); norms, rotary angles and logits are float32. Dropout,
-padding masks and generation are not here: every batch is full text.
+bfloat16; norms, rotary angles and logits are float32. Dropout, padding masks
+and generation are not here: every batch is full text.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def moe_config(
   Raises:
     ValueError: the library refuses the combination.
   """
+  meshed = mesh.size > 1
   return mxmoe_jax.MoEConfig(
     d_model=config.d_model,
     d_ff=config.d_ff,
@@ -85,13 +86,13 @@ def moe_config(
     balance_bias=config.balance_bias,
     aux_loss_coef=config.aux_loss_coef,
     z_loss_coef=config.z_loss_coef,
-    num_shared_experts=config.num_shared_experts,
-    expert_axis="expert" if mesh.size > 1 else None,
-    data_axes=("data",) if mesh.size > 1 else (),
+    d_ff_shared=config.d_ff_shared,
+    expert_axis="expert" if meshed else None,
+    data_axes=("data",) if meshed else (),
+    fsdp_axis="data" if meshed and mesh.fsdp else None,
     buffer_factor=config.buffer_factor,
     recipe=recipe(recipe_name),
     backend=config.backend,
-    dtype=jnp.dtype(config.dtype),
     param_dtype=jnp.dtype(config.param_dtype),
   )
 
@@ -191,7 +192,7 @@ class Transformer(nnx.Module):
       experiment_lib.VOCABULARY,
       config.d_model,
       embedding_init=scale,
-      dtype=jnp.dtype(config.dtype),
+      dtype=jnp.bfloat16,
       param_dtype=jnp.dtype(config.param_dtype),
       rngs=rngs,
     )
@@ -254,7 +255,7 @@ def _linear(
     outputs,
     use_bias=False,
     kernel_init=init or nnx.initializers.lecun_normal(),
-    dtype=jnp.dtype(config.dtype),
+    dtype=jnp.bfloat16,
     param_dtype=jnp.dtype(config.param_dtype),
     rngs=rngs,
   )
@@ -265,7 +266,7 @@ def _norm(config: experiment_lib.ModelConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
   return nnx.RMSNorm(
     config.d_model,
     epsilon=_NORM_EPSILON,
-    dtype=jnp.dtype(config.dtype),
+    dtype=jnp.bfloat16,
     param_dtype=jnp.dtype(config.param_dtype),
     rngs=rngs,
   )

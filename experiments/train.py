@@ -31,9 +31,7 @@ from experiments import model as model_lib
 import mxmoe_jax
 
 # Leaves whose first axis counts experts (mxmoe_jax.moe says their shapes).
-_EXPERT_LEAVES = frozenset({
-  "gate_up", "down", "gate_up_bias", "down_bias"
-})  # fmt: skip
+_EXPERT_LEAVES = frozenset({"gate_up", "down"})
 
 
 @jax.tree_util.register_dataclass
@@ -234,21 +232,25 @@ def evaluate(
   return _cross_entropy(model, batch)[0]
 
 
-def state_shardings(state: Any, mesh: jax.sharding.Mesh | None) -> Any:
+def state_shardings(
+  state: Any, mesh: jax.sharding.Mesh | None, *, fsdp: bool
+) -> Any:
   """Returns where each leaf of a `TrainState` lies; None without a mesh.
 
   Args:
     state: the state or its shapes.
     mesh: with axes data and expert.
+    fsdp: whether the second axis of expert weights is split over data.
   """
   if mesh is None:
     return None
 
+  experts = PartitionSpec("expert", "data" if fsdp else None)
+
   def place(path: tuple[Any, ...], _: Any) -> NamedSharding:
     names = {getattr(entry, "key", None) for entry in path}
     over_experts = "moe" in names and names & _EXPERT_LEAVES
-    spec = PartitionSpec("expert") if over_experts else PartitionSpec()
-    return NamedSharding(mesh, spec)
+    return NamedSharding(mesh, experts if over_experts else PartitionSpec())
 
   return jax.tree_util.tree_map_with_path(place, state)
 
@@ -284,7 +286,9 @@ def build(
     )
 
   graph = nnx.graphdef(nnx.eval_shape(make_model))
-  placed = state_shardings(jax.eval_shape(initialise), mesh)
+  placed = state_shardings(
+    jax.eval_shape(initialise), mesh, fsdp=experiment.mesh.fsdp
+  )
   everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else None
   step = functools.partial(
     train_step,

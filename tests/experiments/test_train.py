@@ -98,7 +98,7 @@ def test_a_batch_is_split_over_both_axes():
 
 def test_expert_leaves_and_their_moments_lie_on_the_expert_axis(program):
   mesh = train.make_mesh(experiment_lib.MeshConfig(data=2, expert=2))
-  placed = train.state_shardings(program.initialise(), mesh)
+  placed = train.state_shardings(program.initialise(), mesh, fsdp=False)
   split = {
     jax.tree_util.keystr(path, simple=True, separator=".")
     for path, leaf in jax.tree_util.tree_leaves_with_path(placed)
