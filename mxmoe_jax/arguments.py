@@ -1,4 +1,4 @@
-"""Checks of a layer's arguments, and the way from [..., D] to tokens and back.
+"""Checks of a layer's arguments.
 
 Every check runs at trace time, before any work, and names what must hold,
 what was got and what to do.
@@ -46,6 +46,8 @@ def check(x: jax.Array, params: dict[str, jax.Array], config: MoEConfig,
         "moe: quantized must be made by quantize_weights(params, config);"
         f" got {type(quantized)}.")
   sharding_lib.check_tokens(x.size // config.d_model, config, sharding)
+  if sharding is not None:
+    _check_shardings(x, params, sharding)
   experts_lib.make_stage(config, sharding)
 
 
@@ -93,20 +95,12 @@ def _check_bias(balance_bias: jax.Array | None, config: MoEConfig) -> None:
         f" {tuple(balance_bias.shape)}.")
 
 
-def flatten_tokens(x: jax.Array,
-                   sharding: sharding_lib.Sharding | None) -> jax.Array:
-  """[..., D] as tokens [T, D], split as the layer splits them."""
-  del sharding
-  return x.reshape(-1, x.shape[-1])
-
-
-def flatten_mask(mask: jax.Array,
-                 sharding: sharding_lib.Sharding | None) -> jax.Array:
-  """[...] as [T]."""
-  del sharding
-  return mask.reshape(-1)
-
-
-def restore_tokens(y: jax.Array, x: jax.Array) -> jax.Array:
-  """Tokens [T, D] in the shape and dtype of x."""
-  return y.reshape(x.shape).astype(x.dtype)
+def _check_shardings(x: jax.Array, params: dict[str, jax.Array],
+                     sharding: sharding_lib.Sharding) -> None:
+  """Explicit meshes: leading axis of x over tokens, experts over theirs."""
+  sharding_lib.check_explicit("x", x, sharding.tokens, sharding)
+  local = experts_lib.expert_params(params)
+  _, specs, _ = sharding_lib.specs(sharding, local)
+  for name, spec in (specs or {}).items():
+    sharding_lib.check_explicit(f"params[{name!r}]", local[name], spec,
+                                sharding)

@@ -287,7 +287,8 @@ def _ragged_return(wire: jax.Array, plan: Plan) -> jax.Array:
   return groups.take_rows(out, held)
 
 
-def _ragged(wire, out, axis: str | None, *, read, send, write, receive) -> jax.Array:
+def _ragged(wire: jax.Array, out: jax.Array, axis: str | None, *, read,
+            send, write, receive) -> jax.Array:
   """One ragged_all_to_all; offsets and sizes are [ep, L], in rows.
 
   XLA launches about one thread block per slice, so a slice per (peer, expert)

@@ -82,17 +82,17 @@ def moe(x: jax.Array, params: dict[str, jax.Array], config: MoEConfig, *,
   """
   sharding = sharding_lib.resolve(config, mesh)
   arguments.check(x, params, config, mask, balance_bias, quantized, sharding)
-  tokens = arguments.flatten_tokens(x, sharding)
+  tokens = x.reshape(-1, config.d_model)
   routed = routing.route(
       tokens, params["router"], config, balance_bias=balance_bias,
-      mask=None if mask is None else arguments.flatten_mask(mask, sharding))
+      mask=None if mask is None else mask.reshape(-1))
   y, dropped = mixture(
       (config, sharding), tokens.astype(config.dtype), routed.weights,
       routed.experts, experts.expert_params(params),
       quantized or QuantizedWeights())
   y = experts.add_shared(y, tokens, params, config)
   stats = MoEStats(routed.load, dropped, routed.aux_loss, routed.z_loss)
-  return arguments.restore_tokens(y, x), stats
+  return y.reshape(x.shape).astype(x.dtype), stats
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -115,20 +115,19 @@ def mixture(static, x, weights, ids, params, quantized) -> Any:
 
 def _mixture_fwd(static, *primals):
   args: tuple[Any, ...] = matmul.refuse_vmap(primals)
-  sharding, tokens, local = static[1], *_specs(static[1])
-  outs = sharding_lib.run(
-      functools.partial(forward, experts.make_stage(*static)), sharding,
-      (*[tokens] * 3, local, local), (tokens, P(), tokens), *args)
-  y, dropped, kept = outs
+  tokens, local, views = sharding_lib.specs(static[1], args[3])
+  y, dropped, kept = sharding_lib.run(
+      functools.partial(forward, experts.make_stage(*static)), static[1],
+      (*[tokens] * 3, local, views), (tokens, P(), tokens), *args)
   return (y, dropped), (kept, args)
 
 
 def _mixture_bwd(static, saved, cotangents):
   kept, (_, weights, ids, params, quantized) = saved
-  sharding, tokens, local = static[1], *_specs(static[1])
+  tokens, local, views = sharding_lib.specs(static[1], params)
   dx, dweights, grads = sharding_lib.run(
-      functools.partial(backward, experts.make_stage(*static)), sharding,
-      (*[tokens] * 4, local, local), (tokens, tokens, local),
+      functools.partial(backward, experts.make_stage(*static)), static[1],
+      (*[tokens] * 4, local, views), (tokens, tokens, local),
       cotangents[0], kept, weights, ids, params, quantized)
   return dx, dweights, None, grads, None
 
@@ -173,7 +172,3 @@ def backward(stage, dy, kept, weights, ids, params, quantized):
   grads = stage.reduce_gradients(down_grads | up_grads, params)
   return permute.combine(home).astype(dy.dtype), dweights, grads
 
-
-def _specs(sharding):
-  """Specs of (per-token arrays, expert weights), None without a mesh."""
-  return (sharding.tokens, sharding.weights) if sharding else (None, None)

@@ -11,7 +11,7 @@ gradients are summed over the data axes once, inside. Out of scope: splitting
 one expert over devices (tensor parallelism).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import dataclasses
 from typing import Any
 
@@ -67,8 +67,61 @@ class Sharding:
 
   @property
   def weights(self) -> P:
-    """Spec of expert weights [E, K, ...]."""
+    """Spec of expert weights [E, K, ...] and of their MXFP8 copies."""
     return P(self.expert_axis, self.fsdp_axis)
+
+  @property
+  def biases(self) -> P:
+    """Spec of expert biases [E, ...]."""
+    return P(self.expert_axis)
+
+
+def specs(sharding: Sharding | None, params: Mapping[str, Any]
+          ) -> tuple[P | None, dict[str, P] | None, P | None]:
+  """Specs of (tokens, expert params by name, quantized copies).
+
+  None each without a mesh.
+  """
+  if sharding is None:
+    return None, None, None
+  by_name = {name: sharding.biases if name.endswith("_bias")
+             else sharding.weights for name in params}
+  return sharding.tokens, by_name, sharding.weights
+
+
+def parameter_axes(config: MoEConfig) -> dict[str, tuple[str | None, ...]]:
+  """Mesh axis names of the expert parameters, for `MoE(axis_names=...)`."""
+  e, f = config.expert_axis, config.fsdp_axis
+  axes: dict[str, tuple[str | None, ...]] = {
+      "gate_up": (e, f, None, None), "down": (e, f, None)}
+  if config.bias:
+    axes |= {"gate_up_bias": (e, None, None), "down_bias": (e, None)}
+  return axes
+
+
+def check_explicit(name: str, x: jax.Array, want: P,
+                   sharding: Sharding) -> None:
+  """On a mesh with Explicit axes, checks how an array lies on it.
+
+  Raises:
+    ValueError: the array is sharded otherwise than `want`.
+  """
+  explicit = jax.sharding.AxisType.Explicit
+  if explicit not in sharding.mesh.axis_types:
+    return
+  got = getattr(jax.typeof(x).sharding, "spec", P())
+  if _axes_of(got, x.ndim) != _axes_of(want, x.ndim):
+    raise ValueError(
+        f"MoE: on a mesh with Explicit axes {dict(sharding.mesh.shape)},"
+        f" {name}{tuple(x.shape)} must be sharded as {want}; got {got}. Use"
+        f" jax.device_put or jax.reshard(..., {want}) first.")
+
+
+def _axes_of(spec: P, ndim: int) -> list[tuple[str, ...]]:
+  """The mesh axes of each array axis, as tuples."""
+  padded = [*spec, *[None] * (ndim - len(spec))]
+  return [() if a is None else a if isinstance(a, tuple) else (a,)
+          for a in padded]
 
 
 def resolve(config: MoEConfig, mesh: Mesh | None) -> Sharding | None:
