@@ -85,8 +85,8 @@ def run(
     One result per recipe, in order.
 
   Raises:
-    ValueError: the config, the folder or a checkpoint does not serve; said
-      before a step runs.
+    ValueError, NotImplementedError: the config, the folder or a checkpoint
+      does not serve; said before a step runs.
     FloatingPointError: a loss is not finite.
   """
   programs = [train.build(experiment, name) for name in experiment.recipes]
@@ -105,14 +105,23 @@ def run(
       shown.start(recipe, done=done[recipe], steps=experiment.steps)
       runs.append(loop.run_recipe(job, recipe, program, shown.step))
   if processes.is_first():
-    _write(job, runs, command)
+    _write(job, programs, runs, command)
     shown.report(runs, unigram_entropy=corpus.unigram_entropy, folder=folder)
   return runs
 
 
-def _write(job: loop.Job, runs: list[results.RunResult], command: str) -> None:
+def _write(
+  job: loop.Job,
+  programs: list[train.Program],
+  runs: list[results.RunResult],
+  command: str,
+) -> None:
   """Writes summary.json and loss.png."""
-  summary = _summary(job, runs, command)
+  summary = {"command": command, **_summary(job, runs)}
+  summary["explanations"] = {
+    run.recipe: program.explanation.splitlines()
+    for run, program in zip(runs, programs, strict=True)
+  }
   results.write_json(job.folder / "summary.json", summary)
   plot.draw(
     job.folder / "loss.png",
@@ -122,13 +131,10 @@ def _write(job: loop.Job, runs: list[results.RunResult], command: str) -> None:
   )
 
 
-def _summary(
-  job: loop.Job, runs: list[results.RunResult], command: str
-) -> dict[str, Any]:
-  """Returns summary.json as a dict."""
+def _summary(job: loop.Job, runs: list[results.RunResult]) -> dict[str, Any]:
+  """Returns what summary.json says of the runs and of what they ran on."""
   experiment, corpus = job.experiment, job.corpus
   return {
-    "command": command,
     "device": results.device(),
     "versions": results.versions(),
     "text": {

@@ -83,6 +83,7 @@ class Program:
     evaluate: ``(state, batch) -> loss``, ``[] float32`` nats per token.
     place: puts a host batch ``[batch, time + 1] uint8`` on the devices.
     mesh: the mesh, or None on one device.
+    explanation: which implementation runs each pass of a layer, and why.
   """
 
   initialise: Callable[[], TrainState]
@@ -90,6 +91,7 @@ class Program:
   evaluate: Callable[[TrainState, jax.Array], jax.Array]
   place: Callable[[np.ndarray], jax.Array]
   mesh: jax.sharding.Mesh | None
+  explanation: str
 
   def context(self) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which the functions find their mesh."""
@@ -267,10 +269,12 @@ def build(
 
   Raises:
     ValueError: the library refuses the configuration, or devices are missing.
+    NotImplementedError: the backend asked for cannot run here.
   """
   mesh = make_mesh(experiment.mesh)
   layer = model_lib.moe_config(experiment.model, recipe_name, experiment.mesh)
   optimizer = make_optimizer(experiment.optimizer, experiment.steps)
+  tokens = experiment.data.batch_size * experiment.data.sequence_length
 
   def make_model() -> model_lib.Transformer:
     rngs = nnx.Rngs(params=experiment.seed)
@@ -304,6 +308,7 @@ def build(
     ),
     place=functools.partial(place_batch, mesh=mesh),
     mesh=mesh,
+    explanation=str(mxmoe_jax.explain(layer, tokens, mesh=mesh)),
   )
 
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import rich.console
 
-from experiments import job, loop, progress, results
+from experiments import job, progress, results
 from tests.experiments import shrunken
 
 RUN_FIELDS = {
@@ -86,31 +86,7 @@ def test_a_finished_experiment_is_not_trained_again(finished):
   assert "summary.json" in shown
 
 
-class StopError(Exception):
-  """Stands for whatever ends a process in the middle of a run."""
-
-
-def test_a_run_that_was_stopped_goes_on_to_the_bit(finished, tmp_path):
-  _, (undisturbed, _) = finished
-  folder = tmp_path / "out"
-
-  def stop(record):
-    if record.step == 3:
-      raise StopError
-
-  experiment = shrunken.experiment(recipes=("bf16",))
-  job.claim_folder(folder, experiment)
-  corpus = job.data.read_corpus(experiment.data.heldout_every)
-  work = loop.Job(experiment=experiment, folder=folder, corpus=corpus)
-  program = job.train.build(experiment, "bf16")
-  with pytest.raises(StopError):
-    loop.run_recipe(work, "bf16", program, stop)
-  (resumed,), _ = run(folder, recipes=("bf16",))
-  assert resumed.losses == undisturbed.losses
-  assert resumed.heldout_loss == undisturbed.heldout_loss
-
-
-def test_a_diverging_run_says_where(tmp_path, finished):
+def test_a_diverging_run_says_where(tmp_path):
   optimizer = dataclasses.replace(
     shrunken.experiment().optimizer, learning_rate=1e38
   )

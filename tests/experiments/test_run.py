@@ -33,11 +33,11 @@ def losses(folder):
 
 def test_killed_in_the_middle_the_command_goes_on_to_the_bit(tmp_path):
   overrides = (
-    *("--recipes", "mxfp8", "--steps", "40"),
+    *("--recipes", "bf16", "--steps", "40"),
     *("--checkpoint-every", "5"),
   )
   whole, broken = tmp_path / "whole", tmp_path / "broken"
-  metrics = broken / "metrics-mxfp8.jsonl"
+  metrics = broken / "metrics-bf16.jsonl"
   disturbed = start(*overrides, "--out", str(broken))
   deadline = time.monotonic() + SECONDS
   while not metrics.exists() or metrics.read_text().count("\n") < 7:
