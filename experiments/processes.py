@@ -36,7 +36,7 @@ _POLL_SECONDS = 0.2
 _OWN_FLAGS = ("--coordinator", "--num-processes", "--process-id")
 
 
-def _free_address() -> str:
+def free_address() -> str:
   """Returns an address on this machine whose port is free now."""
   with socket.socket() as probe:
     probe.bind(("localhost", 0))
@@ -55,7 +55,7 @@ def start_all(arguments: Sequence[str], count: int) -> int:
   Returns:
     The exit status: 0, or that of the first process seen to fail.
   """
-  address = _free_address()
+  address = free_address()
   running = [
     subprocess.Popen(
       [

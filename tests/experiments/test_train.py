@@ -27,7 +27,8 @@ def test_a_batch_seen_often_is_learnt(program):
     state, metrics = program.step(state, program.place(BATCH))
     losses.append(float(metrics.loss))
   assert losses[0] == pytest.approx(before)
-  assert losses[0] == pytest.approx(np.log(256), rel=0.05)
+  # Logits start near 0: every byte is as likely as any other.
+  assert abs(losses[0] - np.log(256)) < 0.2
   assert losses[-1] < 0.7 * losses[0]
   assert int(state.step) == 30
 
