@@ -35,7 +35,7 @@ import time
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels import mosaic
+from pallas_kernels import dequantize, mosaic, quantize
 
 TMEM_COLUMNS = 512  # per SM, PTX ISA, tcgen05.alloc
 SMEM_RESERVED = 1024  # bytes per CTA that the driver keeps, CUDA guide 7.4
@@ -140,8 +140,8 @@ def load_target(name: str) -> Target:
 
 def kernels(target: Target) -> list[mosaic.Variant]:
   """Every kernel in every tile choice that the library can select."""
-  del target
-  return []
+  modules = (quantize, dequantize)
+  return [v for module in modules for v in module.variants(target.name)]
 
 
 def use_target(target: Target) -> jax.sharding.Sharding:

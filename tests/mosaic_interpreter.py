@@ -44,6 +44,12 @@ PINNED_HASH = "cc1bf52350c5"
 # Copies that share a component of the vector clock hide each other's races, so
 # there must be as many components as asynchronous operations in a run.
 ASYNC_CLOCKS = 509
+
+# Compiling the interpreted program takes longer than running it.
+COMPILER_OPTIONS = {
+  "xla_backend_optimization_level": 0,
+  "xla_llvm_disable_expensive_passes": True,
+}
 SECONDS = 120
 
 _Interpreter = jaxpr_interpret.JaxprInterpreter
@@ -182,9 +188,10 @@ def run(function: Callable[[Any], Any], seconds: float = SECONDS) -> Any:
 
   def call() -> None:
     try:
-      outcome["value"] = jax.block_until_ready(
-        jax.jit(lambda: function(params()))()
+      jitted = jax.jit(
+        lambda: function(params()), compiler_options=COMPILER_OPTIONS
       )
+      outcome["value"] = jax.block_until_ready(jitted())
       outcome["races"] = gpu_callbacks.get_races().races_found
     except BaseException as error:  # noqa: BLE001  raised again by the caller
       outcome["error"] = error
@@ -207,9 +214,9 @@ def run(function: Callable[[Any], Any], seconds: float = SECONDS) -> Any:
     interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def interpreted():
-  """`run` with the extension installed for the length of a test."""
+  """`run` with the extension installed while a module's tests run."""
   uninstall = install()
   yield run
   uninstall()

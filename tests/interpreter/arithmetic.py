@@ -3,7 +3,8 @@
 * float to fp8 or e8m0: ``cvt.satfinite``, which saturates where XLA gives NaN;
 * float32 times float32: subnormal operands and results are kept, which XLA on a
   CPU flushes to zero;
-* float32 to bf16: likewise.
+* float32 to bf16: likewise;
+* the maximum along an axis: ``max.NaN``, which XLA's fast maximum is not.
 """
 
 import functools
@@ -25,7 +26,7 @@ def saturating_cast(x, dtype):
   x = x.astype(jnp.float32)
   limit = LARGEST[dtype.name]
   cast = jnp.clip(x, -limit, limit).astype(dtype)  # clip keeps NaN
-  if dtype.itemsize != 1 or not jnp.isnan(jnp.array(jnp.nan, dtype)):
+  if not dtype.name.startswith("float8"):
     return cast
   nan = jax.lax.bitcast_convert_type(jnp.uint8(FP8_NAN), dtype)
   return jnp.where(jnp.isnan(x), nan, cast)
@@ -86,12 +87,18 @@ def interpreted_arithmetic(original):
     dtypes = [getattr(v.aval, "dtype", None) for v in eqn.invars]
     if eqn.primitive is jax.lax.mul_p and dtypes == [jnp.float32] * 2:
       return multiply(*get_invals())
-    if eqn.primitive is not jax.lax.convert_element_type_p:
+    convert = eqn.primitive is jax.lax.convert_element_type_p
+    if not (convert or eqn.primitive is jax.lax.reduce_max_p):
       return original(self, eqn, get_invals)
-    new, (old,) = jnp.dtype(eqn.params["new_dtype"]), dtypes
+    (old,) = dtypes
     if not jnp.issubdtype(old, jnp.floating) or old.itemsize == 1:
       return original(self, eqn, get_invals)
     (x,) = get_invals()
+    if not convert:
+      largest = original(self, eqn, lambda: [x])
+      nan = jnp.any(jnp.isnan(x), eqn.params["axes"])
+      return jnp.where(nan, jnp.asarray(jnp.nan, x.dtype), largest)
+    new = jnp.dtype(eqn.params["new_dtype"])
     if new.name in LARGEST:
       return saturating_cast(x, new)
     if new.name == E8M0:

@@ -1,0 +1,158 @@
+"""MXFP8 quantization of one tile in shared memory, along rows or columns.
+
+    x_smem [128, n]  ->  q_smem [128, n] fp8,  scale words [128] uint32
+
+The tile is walked in chunks of 128 columns. For each chunk a pass returns 128
+words of four scale bytes, which is one 512-byte atom of blocked scales:
+
+  rows     word r: the scales of row r's four blocks of 32 columns
+  columns  word c: the scales of column c's four blocks of 32 rows
+
+`store_scales` writes them in either layout. Everything here runs in one
+warpgroup; no barrier is used, so the caller orders shared memory around it.
+
+The kernels that quantize (`quantize`, `swiglu`, `permute`) are made of these.
+"""
+
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import mosaic, mxfp8
+
+CHUNK = mosaic.ATOM  # columns of a chunk, rows of a tile
+BLOCK = mxfp8.BLOCK
+BLOCKS = CHUNK // BLOCK  # blocks of a chunk along either axis
+
+
+def word_layout(axis: int, dtype: Any) -> Any:
+  """Register layout of the scale words of a pass along ``axis``."""
+  if axis == -1:
+    return mosaic.row_layout(dtype).reduce(1)
+  return mosaic.column_layout().reduce(0)
+
+
+def scaled(x: jax.Array, byte: jax.Array, axis: int, layout: Any, dtype: Any):
+  """fp8 codes of blocks ``x`` under scales ``byte``, one for each line."""
+  line = (0,) if axis == -1 else (1,)
+  inverse = lax.broadcast_in_dim(mosaic.reciprocal(byte), x.shape, line)
+  inverse = plgpu.layout_cast(inverse, layout)  # must follow at once
+  return (x.astype(jnp.float32) * inverse).astype(dtype)
+
+
+def quantize_row_chunk(
+  x_smem: Any,
+  q_smem: Any,
+  chunk: int,
+  *,
+  rounding: str,
+  square: bool,
+  interpret: Any,
+) -> jax.Array:
+  """Quantizes columns [128 chunk, 128 chunk + 128) of each row, 1x32.
+
+  A thread owns a row, so that a block's maximum needs no other thread.
+
+  Args:
+    x_smem: [128, n] bf16 or float32.
+    q_smem: [128, n] fp8, written.
+    chunk: Which 128 columns.
+    rounding: One of `mxfp8.RULES`.
+    square: 32x32 blocks: one scale for the 32 rows of a warp.
+    interpret: Whether the kernel is interpreted.
+
+  Returns:
+    [128] uint32 scale words.
+  """
+  dtype, layout = q_smem.dtype, mosaic.row_layout(x_smem.dtype)
+  width = mosaic.SWIZZLE // jnp.dtype(x_smem.dtype).itemsize
+  codes, scales = [], []
+  for start in range(0, CHUNK, width):
+    window = pl.ds(chunk * CHUNK + start, width)
+    tile = plgpu.load(x_smem.at[:, window], layout=layout)
+    for block in range(0, width, BLOCK):
+      x = tile[:, block : block + BLOCK]
+      amax = jnp.max(jnp.abs(x), axis=1).astype(jnp.float32)
+      if square:
+        bits = mosaic.float_bits(amax)
+        bits = mosaic.warp_max(bits, layout.reduce(1), interpret)
+        amax = lax.bitcast_convert_type(bits, jnp.float32)
+      byte = mosaic.scale_byte(amax, rounding, dtype)
+      codes.append(scaled(x, byte, -1, layout, dtype))
+      scales.append(byte)
+  wide = mosaic.row_layout(dtype)
+  codes = plgpu.layout_cast(lax.concatenate(codes, 1), wide)
+  q_smem[:, pl.ds(chunk * CHUNK, CHUNK)] = codes
+  return mosaic.pack(scales)
+
+
+def quantize_column_chunk(
+  x_smem: Any,
+  q_smem: Any,
+  chunk: int,
+  *,
+  rounding: str,
+  transposed: bool,
+  interpret: Any,
+) -> jax.Array:
+  """Quantizes columns [128 chunk, 128 chunk + 128) in blocks of 32 rows.
+
+  Args:
+    x_smem: [128, n] bf16 or float32.
+    q_smem: [128, n] fp8, written; [n, 128] when transposed.
+    chunk: Which 128 columns.
+    rounding: One of `mxfp8.RULES`.
+    transposed: Write the codes of x^T.
+    interpret: Whether the kernel is interpreted.
+
+  Returns:
+    [128] uint32 scale words.
+  """
+  dtype, layout = q_smem.dtype, mosaic.column_layout()
+  columns = pl.ds(chunk * CHUNK, CHUNK)
+  scales = []
+  for block in range(BLOCKS):
+    rows = pl.ds(block * BLOCK, BLOCK)
+    x = plgpu.load(x_smem.at[rows, columns], layout=layout)
+    amax = jnp.max(jnp.abs(x), axis=0).astype(jnp.float32)
+    byte = mosaic.scale_byte(amax, rounding, dtype)
+    codes = scaled(x, byte, -2, layout, dtype)
+    if transposed:
+      target = q_smem.at[columns]
+      mosaic.store_transposed(target, codes, block, layout, interpret)
+    else:
+      q_smem[rows, columns] = codes
+    scales.append(byte)
+  return mosaic.pack(scales)
+
+
+def store_linear_columns(target: Any, words: jax.Array) -> None:
+  """Stores column words as linear scales, byte b of each to row b.
+
+  Args:
+    target: [4, 128] uint8 ref, in global memory.
+    words: [128] uint32.
+  """
+  for block in range(BLOCKS):
+    byte = (words >> jnp.uint32(8 * block)) & jnp.uint32(0xFF)
+    target[block, :] = byte.astype(jnp.uint8)
+
+
+def mask_rows(x_smem: Any, valid: jax.Array) -> None:
+  """Zeroes the rows from ``valid`` on, in place; for use by all threads.
+
+  The caller puts a barrier after it: a column pass reads what others wrote.
+  """
+  layout = mosaic.row_layout(x_smem.dtype)
+  width = mosaic.SWIZZLE // jnp.dtype(x_smem.dtype).itemsize
+  for start in range(0, x_smem.shape[1], width):
+    window = (slice(None), pl.ds(start, width))
+    x = plgpu.load(x_smem.at[window], layout=layout)
+    row = plgpu.layout_cast(
+      lax.broadcasted_iota(jnp.int32, (CHUNK, width), 0), layout
+    )
+    x_smem[window] = jnp.where(row < valid, x, jnp.zeros_like(x))
