@@ -15,6 +15,7 @@ TOKENS, D_MODEL, D_FF, EXPERTS, TOP_K = 256, 64, 96, 8, 2
 AXES = ("data", "expert")
 
 
+@functools.cache
 def make_mesh(data: int, expert: int, *, explicit: bool = False):
   """A data x expert mesh of the first host devices."""
   kind = jax.sharding.AxisType.Explicit if explicit else (
@@ -56,8 +57,12 @@ def place(params, mesh, cfg):
           for name, w in params.items()}
 
 
+@functools.cache
 def step(cfg, mesh=None):
-  """A jitted (x, dy, params, mask) -> outputs and gradients by name."""
+  """A jitted (x, dy, params, mask) -> outputs and gradients by name.
+
+  Cached, so that tests of one layer compile it once.
+  """
 
   @jax.jit
   def run(x, dy, params, mask=None):

@@ -5,6 +5,8 @@ dtypes and bytes. Needs the `aot` extra (the CUDA compiler plug-in).
 """
 
 import importlib.resources
+import itertools
+import math
 import re
 
 import jax
@@ -69,21 +71,23 @@ def collectives(cfg, mesh, *, gradient: bool) -> list[tuple[str, str, int]]:
 
   fn = jax.grad(objective, argnums=(0, 1)) if gradient else forward
   text = jax.jit(fn).lower(x, params).compile().as_text()
-  return sorted(_parse(line) for line in text.splitlines()
-                if OPERATION.search(line))
+  return sorted(itertools.chain.from_iterable(
+      _parse(*found.groups()) for found in OPERATION.finditer(text)))
 
 
-def _parse(line: str) -> tuple[str, str, int]:
-  """(operation, dtype, elements) of one HLO line; a start op's last result."""
-  results, operation, start = OPERATION.search(line).groups()
+def _parse(results: str, operation: str, start: str | None):
+  """(operation, dtype, elements) of each result of one HLO operation.
+
+  A start operation lists its operands before its results; XLA also merges
+  several arrays into one operation.
+  """
   shapes = SHAPE.findall(results)
   if operation == "ragged-all-to-all":
-    wire = [s for s in shapes if s[0] == "u8"]
-    shapes = wire[-1:]
+    shapes = [shape for shape in shapes if shape[0] == "u8"][-1:]
   elif start:
-    shapes = shapes[-1:]
-  (dtype, dims), = shapes
-  return operation, dtype, int(np.prod([int(d) for d in dims.split(",") if d]))
+    shapes = shapes[len(shapes) // 2:]
+  for dtype, dims in shapes:
+    yield operation, dtype, math.prod(int(d) for d in dims.split(",") if d)
 
 
 def legs(cfg, *names):

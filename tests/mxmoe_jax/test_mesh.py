@@ -103,7 +103,7 @@ def one_expert(expert: int):
   return x, dy, params | {"router": router}
 
 
-@pytest.mark.parametrize("expert", [0, 3, 7])
+@pytest.mark.parametrize("expert", [0, 7])
 def test_all_tokens_on_one_pair_of_experts(expert):
   """One rank gets everything, another nothing; dropless is right."""
   args = one_expert(expert)
@@ -155,9 +155,8 @@ def test_buffer_factor_drops_as_counted_by_hand():
   """Other tokens stay the same to the bit."""
   x, dy, params = meshes.inputs()
   ep, mesh = 4, meshes.make_mesh(1, 4)
-  skewed = params | {"router": params["router"].at[:, 1].add(
-      4.0 * jnp.sign(jnp.mean(x, 0)))}
-  x = x + 0.5 * jnp.sign(jnp.mean(x, 0))
+  skewed = params | {"router": params["router"].at[0, 1].set(2.0)}
+  x = x.at[:, 0].set(1.5)
   cfg = meshes.config(buffer_factor=1.5)
   whole = meshes.step(meshes.config(), mesh)(x, dy, skewed)
   got = jax.block_until_ready(meshes.step(cfg, mesh)(x, dy, skewed))
