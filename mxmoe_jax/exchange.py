@@ -169,11 +169,11 @@ def to_experts(x: jax.Array | MxArray, weights: jax.Array, plan: Plan
   weights = weights.reshape(-1)
   if plan.axis is None:
     slot = jnp.where(plan.source >= 0,
-                     plan.slots.order[jnp.maximum(plan.source, 0)], -1)
+                     groups.take_rows(plan.slots.order, plan.source), -1)
     token = jnp.where(slot >= 0, slot // plan.top_k, -1)
     return permute.take_rows(x, token), groups.take_rows(weights, slot)
   rows = permute.take_rows(x, plan.slots.order // plan.top_k)
-  wire = pack(rows, weights[plan.slots.order])
+  wire = pack(rows, groups.take_rows(weights, plan.slots.order))
   return unpack(_send(wire, plan), x)
 
 
