@@ -55,8 +55,8 @@ class Problem:
 
   @property
   def chunks(self) -> int:
-    """Chunks of 128 columns of a tile."""
-    return self.tile.columns // CHUNK
+    """Chunks of 128 columns of a warpgroup's part of a tile."""
+    return self.tile.part // CHUNK
 
 
 def _scale_words(scale_gmem, position, problem, interpret):
@@ -121,38 +121,52 @@ def dequantize_columns(q_smem, y_smem, words, chunk):
 
 
 def _kernel(
-  q_gmem, scale_gmem, y_gmem, q_smem, full, y_smem, *, problem, ctas, interpret
+  q_gmem,
+  scale_gmem,
+  y_gmem,
+  full,
+  released,
+  q_smem,
+  y_smem,
+  *,
+  problem,
+  ctas,
+  interpret,
 ):
   """The body: what one CTA does with a tile."""
-  columns = problem.tile.columns
+  tile = problem.tile
 
   def window(position):
     matrix, row, column = position
-    return matrix, pl.ds(row * ROWS, ROWS), pl.ds(column * columns, columns)
+    columns = pl.ds(column * tile.part, tile.part)
+    return matrix, pl.ds(row * ROWS, ROWS), columns
 
   def load(position, slot):
     source = q_gmem.at[window(position)]
     plgpu.copy_gmem_to_smem(source, q_smem.at[slot], full.at[slot])
 
   def process(position, slot, refill, words):
+    buffer = slot if tile.buffers > 1 else lax.rem(slot, tile.warpgroups)
     plgpu.barrier_wait(full.at[slot])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(tile.buffers - 1, wait_read_only=True)
     dequantize_chunk = (
       dequantize_rows if problem.axis == -1 else dequantize_columns
     )
     for chunk in range(problem.chunks):
-      dequantize_chunk(q_smem.at[slot], y_smem, words[chunk], chunk)
+      dequantize_chunk(q_smem.at[slot], y_smem.at[buffer], words[chunk], chunk)
     plgpu.commit_smem()
     refill()
-    plgpu.copy_smem_to_gmem(y_smem, y_gmem.at[window(position)])
+    plgpu.copy_smem_to_gmem(y_smem.at[buffer], y_gmem.at[window(position)])
 
   stream.walk(
     problem.grid,
     ctas=ctas,
-    stages=problem.tile.stages,
+    stages=tile.stages,
     load=load,
     process=process,
     prefetch=lambda at: _scale_words(scale_gmem, at, problem, interpret),
+    warpgroups=tile.warpgroups,
+    released=released,
   )
   plgpu.wait_smem_to_gmem(0)
 
@@ -243,6 +257,7 @@ def dequantize(
     tile=tile,
   )
   ctas = stream.cta_count(math.prod(problem.grid), tile.ctas_per_sm, interpret)
+  slots, buffers = (n * tile.warpgroups for n in (tile.stages, tile.buffers))
   body = functools.partial(
     _kernel, problem=problem, ctas=ctas, interpret=interpret
   )
@@ -250,12 +265,12 @@ def dequantize(
     body,
     out_type=jax.ShapeDtypeStruct(problem.shape, jnp.bfloat16),
     scratch_types=[
-      mosaic.swizzled((tile.stages, ROWS, tile.columns), x.data.dtype, columns),
-      plgpu.Barrier(num_barriers=tile.stages),
-      mosaic.swizzled((ROWS, tile.columns), jnp.bfloat16, columns),
+      plgpu.Barrier(num_barriers=slots),
+      stream.release_barriers(tile.stages, tile.warpgroups),
+      mosaic.swizzled((slots, ROWS, tile.part), x.data.dtype, columns),
+      mosaic.swizzled((buffers, ROWS, tile.part), jnp.bfloat16, columns),
     ],
-    grid=(ctas,),
-    grid_names=(stream.AXIS,),
+    **stream.launch(ctas, tile.warpgroups),
     compiler_params=mosaic.compiler_params(),
     interpret=interpret,
   )

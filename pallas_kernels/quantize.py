@@ -104,8 +104,7 @@ def _run(
     body,
     out_type=problem.outputs(),
     scratch_types=problem.scratch(x.dtype),
-    grid=(ctas,),
-    grid_names=(stream.AXIS,),
+    **stream.launch(ctas, tile.warpgroups),
     compiler_params=mosaic.compiler_params(),
     interpret=interpret,
   )

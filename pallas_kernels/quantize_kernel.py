@@ -14,6 +14,7 @@ import functools
 from typing import Any
 
 import jax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -60,47 +61,60 @@ class Problem:
 
   @property
   def chunks(self) -> int:
-    """Chunks of 128 columns of a tile."""
-    return self.tile.columns // CHUNK
+    """Chunks of 128 columns of a warpgroup's part of a tile."""
+    return self.tile.part // CHUNK
+
+  @property
+  def copies(self) -> int:
+    """Stores that a warpgroup starts for each tile."""
+    blocked = sum(d.layout == "blocked" for d in self.directions)
+    return len(self.directions) + blocked * self.chunks
 
   def outputs(self) -> list[jax.ShapeDtypeStruct]:
     """Data and scales of each direction; linear scales cover whole tiles."""
     matrices, rows, columns = self.shape
-    down, across = self.grid[1], -(-columns // CHUNK)
     out = []
     for d in self.directions:
       shape = (columns, rows) if d.transposed else (rows, columns)
       out.append(jax.ShapeDtypeStruct((matrices, *shape), self.dtype))
+      down, across = self.grid[1], -(-columns // CHUNK)
+      if d.layout == "linear":
+        across = self.grid[2] * self.tile.columns // CHUNK
       first, second = (down, across) if d.axis == -1 else (across, down)
       scale = (first, second, mxfp8.ATOM_BYTES)
-      if d.layout == "linear":
+      if d.layout == "linear" and (d.axis == -1 or d.transposed):
         scale = (first * ROWS, second * mxfp8.ATOM_BLOCKS)
-        if d.axis == -2 and not d.transposed:
-          scale = (second * mxfp8.ATOM_BLOCKS, first * CHUNK)
+      elif d.layout == "linear":
+        scale = (second * mxfp8.ATOM_BLOCKS, first * CHUNK)
       out.append(jax.ShapeDtypeStruct((matrices, *scale), jnp.uint8))
     return out
 
   def scratch(self, x_dtype: Any) -> list[Any]:
-    """The input ring, and the output tile and scale atoms per direction."""
-    columns = self.tile.columns
+    """Barriers, the input ring, then output tiles and atoms by direction."""
+    tile = self.tile
+    slots, buffers = (
+      tile.stages * tile.warpgroups,
+      tile.buffers * tile.warpgroups,
+    )
+    ring = (slots, ROWS, tile.part)
     scratch = [
-      mosaic.swizzled(
-        (self.tile.stages, ROWS, columns), x_dtype, self.shape[2]
-      ),
-      plgpu.Barrier(num_barriers=self.tile.stages),
+      plgpu.Barrier(num_barriers=slots),
+      stream.release_barriers(tile.stages, tile.warpgroups),
+      mosaic.swizzled(ring, x_dtype, self.shape[2]),
     ]
     for d in self.directions:
-      shape = (columns, ROWS) if d.transposed else (ROWS, columns)
+      shape = (tile.part, ROWS) if d.transposed else (ROWS, tile.part)
       width = self.shape[1 if d.transposed else 2]
-      scratch.append(mosaic.swizzled(shape, self.dtype, width))
-      scratch.append(plgpu.SMEM((self.chunks, mxfp8.ATOM_BYTES), jnp.uint8))
+      atoms = (buffers, self.chunks, mxfp8.ATOM_BYTES)
+      scratch.append(mosaic.swizzled((buffers, *shape), self.dtype, width))
+      scratch.append(plgpu.SMEM(atoms, jnp.uint8))
     return scratch
 
 
 def _window(position, problem: Problem):
-  """Indices of a tile in a [matrix, row, column] array."""
+  """Indices of a warpgroup's part in a [matrix, row, column] array."""
   matrix, row, column = position
-  columns = problem.tile.columns
+  columns = problem.tile.part
   return matrix, pl.ds(row * ROWS, ROWS), pl.ds(column * columns, columns)
 
 
@@ -175,7 +189,7 @@ def store_tile(outputs, position, problem):
     for chunk in range(problem.chunks):
       second = column * problem.chunks + chunk
       where = (row, second) if d.axis == -1 else (second, row)
-      whole = across % problem.chunks == 0
+      whole = problem.shape[2] % problem.tile.columns == 0
       plgpu.copy_smem_to_gmem(
         atom_smem.at[chunk],
         scale_gmem.at[(matrix, *where)],
@@ -188,19 +202,23 @@ def kernel(*refs, problem: Problem, ctas: int, interpret: Any):
   x_gmem, *refs = refs
   valid_gmem = refs.pop(0) if problem.masked else None
   count = 2 * len(problem.directions)
-  gmem, (x_smem, full, *smem) = refs[:count], refs[count:]
-  outputs = [
-    (d, (*gmem[2 * i : 2 * i + 2], *smem[2 * i : 2 * i + 2]))
-    for i, d in enumerate(problem.directions)
-  ]
+  gmem, (full, released, x_smem, *smem) = refs[:count], refs[count:]
+  tile = problem.tile
 
   def load(position, slot):
     source = x_gmem.at[_window(position, problem)]
     plgpu.copy_gmem_to_smem(source, x_smem.at[slot], full.at[slot])
 
   def process(position, slot, refill, valid):
+    buffer = slot if tile.buffers > 1 else lax.rem(slot, tile.warpgroups)
+    outputs = [
+      (d, (*gmem[i : i + 2], *(ref.at[buffer] for ref in smem[i : i + 2])))
+      for d, i in zip(problem.directions, range(0, count, 2), strict=True)
+    ]
     plgpu.barrier_wait(full.at[slot])
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.wait_smem_to_gmem(
+      (tile.buffers - 1) * problem.copies, wait_read_only=True
+    )
     if problem.masked:
       pl.when(valid < ROWS)(functools.partial(_mask, x_smem.at[slot], valid))
     quantize_tile(x_smem.at[slot], outputs, position, problem, interpret)
@@ -211,10 +229,12 @@ def kernel(*refs, problem: Problem, ctas: int, interpret: Any):
   stream.walk(
     problem.grid,
     ctas=ctas,
-    stages=problem.tile.stages,
+    stages=tile.stages,
     load=load,
     process=process,
     prefetch=lambda at: valid_gmem[at[1]] if problem.masked else None,
+    warpgroups=tile.warpgroups,
+    released=released,
   )
   plgpu.wait_smem_to_gmem(0)
 

@@ -14,28 +14,52 @@ class StreamTile:
   """The schedule of a memory-bound kernel that streams tiles of 128 rows.
 
   Attributes:
-    columns: Columns of a tile, a multiple of 128.
+    columns: Columns of a tile, a multiple of 128 for each warpgroup.
     stages: Tiles of the input that a CTA holds, loads in flight included.
     ctas_per_sm: CTAs that share an SM; the grid is this times the SMs.
+    warpgroups: Warpgroups of a CTA; each takes an equal part of the columns.
+    buffers: Output tiles that a CTA holds, 1 or as many as `stages`: with one,
+      a tile waits until the last one's store has read it.
   """
 
   columns: int = 128
   stages: int = 2
   ctas_per_sm: int = 2
+  warpgroups: int = 1
+  buffers: int = 1
 
   def __post_init__(self):
-    if self.columns % 128 or self.columns <= 0:
+    if self.warpgroups < 1 or self.columns <= 0 or self.columns % self.unit:
       raise ValueError(
         "StreamTile: columns must be a positive multiple of 128 (one atom of "
-        f"blocked scales); got {self.columns}."
+        f"blocked scales) for each of {self.warpgroups} warpgroups; got "
+        f"{self.columns}."
       )
     if self.stages < 1 or self.ctas_per_sm < 1:
       raise ValueError(
         "StreamTile: stages and ctas_per_sm must be at least 1; got "
         f"{self.stages} and {self.ctas_per_sm}."
       )
+    if self.buffers not in (1, self.stages):
+      raise ValueError(
+        f"StreamTile: buffers must be 1 or {self.stages} (the stages); got "
+        f"{self.buffers}."
+      )
+
+  @property
+  def unit(self) -> int:
+    """Columns of one atom for each warpgroup."""
+    return TILE_ROWS * self.warpgroups
+
+  @property
+  def part(self) -> int:
+    """Columns of one warpgroup."""
+    return self.columns // self.warpgroups
 
   @property
   def name(self) -> str:
-    """A short name, e.g. ``128x256 s2 c2``."""
-    return f"{TILE_ROWS}x{self.columns} s{self.stages} c{self.ctas_per_sm}"
+    """A short name, e.g. ``128x256 s2 c1 w2 b1``."""
+    return (
+      f"{TILE_ROWS}x{self.columns} s{self.stages} c{self.ctas_per_sm} "
+      f"w{self.warpgroups} b{self.buffers}"
+    )
