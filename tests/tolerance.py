@@ -91,3 +91,16 @@ def assert_reordered(got, want) -> None:
   assert np.linalg.norm(error) <= REORDERED_FROBENIUS * norm
   rms = norm / math.sqrt(max(want.size, 1))
   assert error.max(initial=0.0) <= REORDERED_ELEMENT * rms
+
+
+# Field cases: relative Frobenius norms of the differences of a whole layer.
+FIELD_LAYER = 0.15  # against float64; MXFP8 is at 0.07-0.10
+FIELD_MESH = 0.12  # a mesh against one device
+FIELD_REMAT = 0.01  # recomputed against kept
+
+
+def frobenius(got, want) -> float:
+  """|got - want| / |want| over a whole array."""
+  got, want = (np.asarray(a, np.float64) for a in (got, want))
+  assert got.shape == want.shape, f"{got.shape} against {want.shape}"
+  return float(np.linalg.norm(got - want) / np.linalg.norm(want))
