@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from mxmoe_jax import config as config_lib
-from mxmoe_jax import experts as experts_lib
 from mxmoe_jax import sharding as sharding_lib
+from mxmoe_jax import stage as stage_lib
+from mxmoe_jax import weights as weights_lib
 
 MoEConfig = config_lib.MoEConfig
 
@@ -28,7 +29,7 @@ def parameter_shapes(config: MoEConfig) -> dict[str, tuple[int, ...]]:
 
 def check(x: jax.Array, params: dict[str, jax.Array], config: MoEConfig,
           mask: jax.Array | None, balance_bias: jax.Array | None,
-          quantized: experts_lib.QuantizedWeights | None,
+          quantized: weights_lib.QuantizedWeights | None,
           sharding: sharding_lib.Sharding | None) -> None:
   """Checks all arguments of `layer.moe`.
 
@@ -41,14 +42,14 @@ def check(x: jax.Array, params: dict[str, jax.Array], config: MoEConfig,
   _check_params(params, config)
   _check_bias(balance_bias, config)
   if quantized is not None and not isinstance(
-      quantized, experts_lib.QuantizedWeights):
+      quantized, weights_lib.QuantizedWeights):
     raise TypeError(
         "moe: quantized must be made by quantize_weights(params, config);"
         f" got {type(quantized)}.")
   sharding_lib.check_tokens(x.size // config.d_model, config, sharding)
   if sharding is not None:
     _check_shardings(x, params, sharding)
-  experts_lib.make_stage(config, sharding)
+  stage_lib.make_stage(config, sharding)
 
 
 def _check_input(x: jax.Array, config: MoEConfig,
@@ -99,7 +100,7 @@ def _check_shardings(x: jax.Array, params: dict[str, jax.Array],
                      sharding: sharding_lib.Sharding) -> None:
   """Explicit meshes: leading axis of x over tokens, experts over theirs."""
   sharding_lib.check_explicit("x", x, sharding.tokens, sharding)
-  local = experts_lib.expert_params(params)
+  local = weights_lib.expert_params(params)
   _, specs, _ = sharding_lib.specs(sharding, local)
   for name, spec in (specs or {}).items():
     sharding_lib.check_explicit(f"params[{name!r}]", local[name], spec,

@@ -29,8 +29,9 @@ class Ops:
   dequantize: Callable[..., Any]
   grouped_matmul: Callable[..., jax.Array]
   grouped_wgrad: Callable[..., jax.Array]
-  swiglu: Callable[..., jax.Array]
-  swiglu_backward: Callable[..., tuple[jax.Array, jax.Array]]
+  views: Callable[..., reference.Views]
+  swiglu_quantize: Callable[..., reference.Views]
+  swiglu_backward_quantize: Callable[..., tuple[reference.Views, jax.Array]]
 
 
 OPERATIONS = tuple(f.name for f in dataclasses.fields(Ops))

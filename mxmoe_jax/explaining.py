@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from mxmoe_jax import arguments, exchange, layer, residuals
 from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
-from mxmoe_jax import experts as experts_lib
 from mxmoe_jax import sharding as sharding_lib
+from mxmoe_jax import stage as stage_lib
+from mxmoe_jax import weights as weights_lib
 
 MoEConfig = config_lib.MoEConfig
 
@@ -112,7 +113,7 @@ def _kept(config: MoEConfig, tokens: int) -> residuals.Residuals:
   """The abstract residuals of one device without a mesh."""
   local = dataclasses.replace(config, expert_axis=None, data_axes=(),
                               fsdp_axis=None, backend="xla")
-  stage = experts_lib.make_stage(local, None)
+  stage = stage_lib.make_stage(local, None)
   array = jax.ShapeDtypeStruct
   params = {name: array(shape, config.param_dtype) for name, shape in
             arguments.parameter_shapes(local).items()}
@@ -121,7 +122,7 @@ def _kept(config: MoEConfig, tokens: int) -> residuals.Residuals:
       lambda *args: layer.forward(stage, *args)[2],
       array((tokens, config.d_model), config.dtype),
       array(slots, jnp.float32), array(slots, jnp.int32),
-      experts_lib.expert_params(params), experts_lib.QuantizedWeights())
+      weights_lib.expert_params(params), weights_lib.QuantizedWeights())
 
 
 def _matmuls(config: MoEConfig, choices: dict[str, backend_lib.Choice],
@@ -130,12 +131,13 @@ def _matmuls(config: MoEConfig, choices: dict[str, backend_lib.Choice],
   recipe = config.recipe
   if direction == "forward":
     steps = [("up forward", recipe.forward, "grouped_matmul"),
-             ("swiglu", recipe.forward, "swiglu"),
+             ("swiglu", recipe.forward, "swiglu_quantize"),
              ("down forward", recipe.forward, "grouped_matmul")]
   else:
     steps = [("down input_grad", recipe.input_grad, "grouped_matmul"),
              ("down weight_grad", recipe.weight_grad, "grouped_wgrad"),
-             ("swiglu backward", recipe.input_grad, "swiglu_backward"),
+             ("swiglu backward", recipe.input_grad,
+              "swiglu_backward_quantize"),
              ("up input_grad", recipe.input_grad, "grouped_matmul"),
              ("up weight_grad", recipe.weight_grad, "grouped_wgrad")]
   return tuple(Pass(name, precision, choices[op].implementation,

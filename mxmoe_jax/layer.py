@@ -31,9 +31,11 @@ from mxmoe_jax import (
 )
 from mxmoe_jax import config as config_lib
 from mxmoe_jax import sharding as sharding_lib
+from mxmoe_jax import stage as stage_lib
+from mxmoe_jax import weights as weights_lib
 
 MoEConfig = config_lib.MoEConfig
-QuantizedWeights = experts.QuantizedWeights
+QuantizedWeights = weights_lib.QuantizedWeights
 
 
 @jax.tree_util.register_dataclass
@@ -88,7 +90,7 @@ def moe(x: jax.Array, params: dict[str, jax.Array], config: MoEConfig, *,
       mask=None if mask is None else mask.reshape(-1))
   y, dropped = mixture(
       (config, sharding), tokens.astype(config.dtype), routed.weights,
-      routed.experts, experts.expert_params(params),
+      routed.experts, weights_lib.expert_params(params),
       quantized or QuantizedWeights())
   y = experts.add_shared(y, tokens, params, config)
   stats = MoEStats(routed.load, dropped, routed.aux_loss, routed.z_loss)
@@ -114,10 +116,10 @@ def mixture(static, x, weights, ids, params, quantized) -> Any:
 
 
 def _mixture_fwd(static, *primals):
-  args: tuple[Any, ...] = matmul.refuse_vmap(primals)
+  args: Any = matmul.refuse_vmap(primals)
   tokens, local, views = sharding_lib.specs(static[1], args[3])
   y, dropped, kept = sharding_lib.run(
-      functools.partial(forward, experts.make_stage(*static)), static[1],
+      functools.partial(forward, stage_lib.make_stage(*static)), static[1],
       (*[tokens] * 3, local, views), (tokens, P(), tokens), *args)
   return (y, dropped), (kept, args)
 
@@ -126,7 +128,7 @@ def _mixture_bwd(static, saved, cotangents):
   kept, (_, weights, ids, params, quantized) = saved
   tokens, local, views = sharding_lib.specs(static[1], params)
   dx, dweights, grads = sharding_lib.run(
-      functools.partial(backward, experts.make_stage(*static)), static[1],
+      functools.partial(backward, stage_lib.make_stage(*static)), static[1],
       (*[tokens] * 4, local, views), (tokens, tokens, local),
       cotangents[0], kept, weights, ids, params, quantized)
   return dx, dweights, None, grads, None
@@ -141,9 +143,11 @@ def forward(stage, x, weights, ids, params, quantized):
   counts = exchange.gather_counts(ids, stage.config, axis)
   plan = exchange.make_plan(ids, counts, stage.config, axis)
   sent = stage.quantize_leg(x, recipe.dispatch)
-  rows, row_weights = exchange.to_experts(sent, weights, plan)
+  received, row_weights = exchange.to_experts(sent, weights, plan)
+  rows = stage_lib.arrived(received, stage)
   pre = experts.up(rows, params, quantized, plan.layout, stage)
-  hidden = experts.activate(pre, row_weights, params, plan.layout, stage)
+  hidden = experts.activate(pre, row_weights, params, plan.layout, stage,
+                            rows=True, columns=residuals.keeps_hidden(stage))
   out = experts.down(hidden, row_weights, params, quantized, plan.layout,
                      stage)
   sent = stage.quantize_leg(out, recipe.combine)
@@ -158,7 +162,8 @@ def backward(stage, dy, kept, weights, ids, params, quantized):
   recipe, axis = stage.recipe, stage.expert_axis
   plan = exchange.make_plan(ids, kept.counts[0], stage.config, axis)
   sent = stage.quantize_leg(dy, recipe.combine_grad, grad=True)
-  dy_rows, _ = exchange.to_experts(sent, weights, plan)
+  received, _ = exchange.to_experts(sent, weights, plan)
+  dy_rows = stage_lib.arrived(received, stage, grad=True)
   pre, hidden = residuals.restore(kept, params, quantized, plan.layout, stage)
   dh, down_grads = experts.down_backward(
       dy_rows, hidden, kept.row_weights, params, quantized, plan.layout,

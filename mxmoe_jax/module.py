@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from mxmoe_jax import arguments, layer
 from mxmoe_jax import config as config_lib
-from mxmoe_jax import experts as experts_lib
 from mxmoe_jax import sharding as sharding_lib
+from mxmoe_jax import weights as weights_lib
 
 MoEConfig = config_lib.MoEConfig
 AxisNames = Mapping[str, tuple[str | None, ...]]
@@ -81,7 +81,7 @@ class MoE(nnx.Module):
     return {name: getattr(self, name)[...] for name in names}
 
   def __call__(self, x: jax.Array, mask: jax.Array | None = None, *,
-               quantized: experts_lib.QuantizedWeights | None = None
+               quantized: weights_lib.QuantizedWeights | None = None
                ) -> tuple[jax.Array, layer.MoEStats]:
     """Applies the layer.
 

@@ -14,12 +14,13 @@ from typing import Any
 import jax
 from jax import ad_checkpoint
 
-from mxmoe_jax import config as config_lib
 from mxmoe_jax import experts as experts_lib
-from pallas_kernels import groups, mxfp8
+from mxmoe_jax import stage as stage_lib
+from mxmoe_jax import weights as weights_lib
+from pallas_kernels import groups, mxfp8, reference
 
 MxArray = mxfp8.MxArray
-Recipe = config_lib.Recipe
+Views = reference.Views
 
 
 @jax.tree_util.register_dataclass
@@ -28,28 +29,33 @@ class Residuals:
   """Kept from forward to backward, beside the inputs themselves.
 
   Attributes:
-    rows: [R, D] MxArray or bf16, the rows that the experts saw.
+    rows: [R, D], the form of the rows that wgrad reads (or comes from).
     pre: [R, 2 F] bf16 or MxArray pre-activations, or None.
-    hidden: [R, F] MxArray or bf16, weighted, or None.
+    hidden: [R, F], the form of weighted hidden that wgrad reads, or None.
     row_weights: [R] float32 combine weights.
     counts: [1, ep, E] int32 rows of every device for every expert.
   """
 
-  rows: Any
-  pre: Any
-  hidden: Any
+  rows: Views
+  pre: jax.Array | MxArray | None
+  hidden: Views | None
   row_weights: jax.Array
   counts: jax.Array
 
 
-def keep(rows, pre, hidden, row_weights, counts,
-         stage: experts_lib.Stage) -> Residuals:
+def keeps_hidden(stage: stage_lib.Stage) -> bool:
+  """Whether hidden is kept, rather than computed again."""
+  return stage.recipe.save_hidden == "save"
+
+
+def keep(rows: Views, pre: jax.Array, hidden: Views, row_weights: jax.Array,
+         counts: jax.Array, stage: stage_lib.Stage) -> Residuals:
   """Chooses the kept form of each array; names them for remat policies."""
-  recipe = stage.recipe
-  kept = Residuals(_keep_rows(rows, recipe, stage),
-                   _keep_pre(pre, recipe, stage),
-                   _keep_hidden(hidden, recipe, stage), row_weights,
-                   counts[None])
+  again = stage.recipe.save_preactivations == "recompute"
+  kept = Residuals(
+      _one_form(rows, stage, forward_too=again), _keep_pre(pre, stage),
+      _one_form(hidden, stage) if keeps_hidden(stage) else None, row_weights,
+      counts[None])
   named = {f.name: _name(f"moe_{f.name}", getattr(kept, f.name))
            for f in dataclasses.fields(kept)}
   return Residuals(**named)
@@ -60,40 +66,42 @@ def _name(name: str, tree: Any) -> Any:
   return jax.tree.map(lambda x: ad_checkpoint.checkpoint_name(x, name), tree)
 
 
-def _keep_rows(rows, recipe: Recipe, stage: experts_lib.Stage):
-  """MXFP8 rows as they are; bf16 rows as wgrad reads them."""
-  again = recipe.save_preactivations == "recompute"  # forward reads them too
-  if isinstance(rows, MxArray) or again:
-    return rows
-  return stage.operand(rows, -2, recipe.weight_grad)
+def _one_form(x: Views, stage: stage_lib.Stage, *,
+              forward_too: bool = False) -> Views:
+  """The one form that is kept: MXFP8 if there is one, bf16 otherwise.
+
+  Args:
+    x: the forms that the forward pass had.
+    stage: operations and options.
+    forward_too: the forward matmul is run again, so its form is kept.
+  """
+  recipe = stage.recipe
+  if forward_too and x.rows is None:
+    return Views(plain=x.plain)
+  if recipe.weight_grad == "mxfp8" and x.columns is not None and (
+      not forward_too):
+    return Views(columns=x.columns)
+  return Views(rows=x.rows) if x.rows is not None else Views(plain=x.plain)
 
 
-def _keep_pre(pre, recipe: Recipe, stage: experts_lib.Stage):
-  if recipe.save_preactivations == "recompute":
+def _keep_pre(pre: jax.Array, stage: stage_lib.Stage):
+  kind = stage.recipe.save_preactivations
+  if kind == "recompute":
     return None
-  return stage.operand(pre, -1, recipe.save_preactivations)
-
-
-def _keep_hidden(hidden, recipe: Recipe, stage: experts_lib.Stage):
-  """32x1 columns for an MXFP8 wgrad, the forward's operand for a bf16 one."""
-  if recipe.save_hidden == "recompute":
-    return None
-  if recipe.weight_grad == "mxfp8":
-    return stage.operand(hidden, -2, "mxfp8")
-  return stage.operand(hidden, -1, recipe.forward)
+  return stage.quantize_leg(pre, kind)
 
 
 def restore(kept: Residuals, params: dict[str, jax.Array],
-            quantized: experts_lib.QuantizedWeights,
-            layout: groups.GroupLayout, stage: experts_lib.Stage
-            ) -> tuple[Any, Any]:
+            quantized: weights_lib.QuantizedWeights,
+            layout: groups.GroupLayout, stage: stage_lib.Stage
+            ) -> tuple[jax.Array | MxArray, Views]:
   """(pre, hidden): what was kept, or computed again from what was."""
   pre, hidden = kept.pre, kept.hidden
   if pre is None:
     pre = experts_lib.up(kept.rows, params, quantized, layout, stage)
   if hidden is None:
     hidden = experts_lib.activate(pre, kept.row_weights, params, layout,
-                                  stage)
+                                  stage, rows=False, columns=True)
   return pre, hidden
 
 

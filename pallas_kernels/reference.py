@@ -5,7 +5,8 @@
   grouped_matmul   y[r] = x[r] @ w[g(r)]             forward
                    y[r] = x[r] @ w[g(r)]^T           input gradient (dgrad)
   grouped_wgrad    dw[g] = sum over r in g of x[r]^T dy[r]
-  swiglu_quantize  h[r] = weight[r] * silu(gate) * up, and its backward
+  swiglu           h[r] = weight[r] * silu(gate) * up, and its backward;
+                   with `_quantize`, the views that matmuls read
 
 Legend: r row, g group (`groups.GroupLayout`), K contracted, N produced.
 Operands are bf16 or MXFP8, products are exact in float32 (both have at most 8
@@ -266,6 +267,63 @@ def swiglu_backward(pre: jax.Array | MxArray, dh: jax.Array,
   dpre = jnp.concatenate([dgate, dup], axis=-1)
   dpre = jnp.where(valid[:, None], dpre, 0.0)
   return dpre.astype(jnp.bfloat16), dweight
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Views:
+  """The forms of one array that matmuls read; None where there is none.
+
+  Attributes:
+    rows: [R, N] MxArray, 1x32 blocks: for the next matmul.
+    columns: [R, N] MxArray, 32x1 blocks: for a weight gradient.
+    plain: [R, N] bf16.
+  """
+
+  rows: MxArray | None = None
+  columns: MxArray | None = None
+  plain: jax.Array | None = None
+
+
+def views(x: jax.Array, *, rows: mxfp8.Layout | None = "linear",
+          columns: mxfp8.Layout | None = "linear", plain: bool = False,
+          rounding: mxfp8.Rounding = "rceil", dtype: Any = mxfp8.E4M3
+          ) -> Views:
+  """Quantizes along rows and columns, in one read where a kernel does.
+
+  Args:
+    x: [R, N] bf16 or float32.
+    rows: scale layout of the 1x32 view; None does not make it.
+    columns: scale layout of the 32x1 view, or None.
+    plain: keep x itself too.
+    rounding: scale rule.
+    dtype: fp8 type.
+  """
+
+  def view(axis: int, layout: mxfp8.Layout | None) -> MxArray | None:
+    if layout is None:
+      return None
+    return quantize(x, axis, rounding=rounding, dtype=dtype, layout=layout)
+
+  return Views(view(-1, rows), view(-2, columns), x if plain else None)
+
+
+def swiglu_quantize(pre: jax.Array | MxArray, weight: jax.Array,
+                    layout: GroupLayout, *, form: Swiglu = Swiglu(),
+                    bias: jax.Array | None = None, **wanted: Any) -> Views:
+  """`swiglu`, then `views` of it (`wanted` are their options)."""
+  return views(swiglu(pre, weight, layout, form=form, bias=bias), **wanted)
+
+
+def swiglu_backward_quantize(pre: jax.Array | MxArray, dh: jax.Array,
+                             weight: jax.Array, layout: GroupLayout, *,
+                             form: Swiglu = Swiglu(),
+                             bias: jax.Array | None = None, **wanted: Any
+                             ) -> tuple[Views, jax.Array]:
+  """`swiglu_backward`, then `views` of dpre; and dweight [R] float32."""
+  dpre, dweight = swiglu_backward(pre, dh, weight, layout, form=form,
+                                  bias=bias)
+  return views(dpre, **wanted), dweight
 
 
 def take_mx_rows(x: MxArray, source: jax.Array) -> MxArray:

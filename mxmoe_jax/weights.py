@@ -1,0 +1,118 @@
+"""Expert weights as matmuls read them: bf16, or MXFP8 along either axis.
+
+    gate_up  [E, D, 2, F]   forward contracts D, the input gradient 2 F
+    down     [E, F, D]      forward contracts F, the input gradient D
+
+Blocks of 1x32 need a copy for each direction, 32x32 blocks one for both.
+Weights that are split over a data axis (FSDP) are quantized where they lie and
+gathered as MXFP8 bytes.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import Any
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+from mxmoe_jax import backend as backend_lib
+from mxmoe_jax import config as config_lib
+from mxmoe_jax import stage as stage_lib
+from pallas_kernels import mxfp8
+
+MxArray = mxfp8.MxArray
+MoEConfig = config_lib.MoEConfig
+Recipe = config_lib.Recipe
+Stage = stage_lib.Stage
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedWeights:
+  """MXFP8 copies of expert weights, for reuse over microbatches.
+
+  Made by `quantize_weights`, passed beside the master weights, which still
+  get the gradients. A view that the recipe does not use is None.
+
+  Attributes:
+    gate_up: [E, D, 2 F], blocks along D, read by the forward matmul.
+    gate_up_grad: [E, D, 2 F], blocks along 2 F, read by the input gradient.
+    down: [E, F, D], blocks along F.
+    down_grad: [E, F, D], blocks along D.
+  """
+
+  gate_up: MxArray | None = None
+  gate_up_grad: MxArray | None = None
+  down: MxArray | None = None
+  down_grad: MxArray | None = None
+
+
+def expert_params(params: Mapping[str, Any]) -> dict[str, Any]:
+  """The parameters of the experts alone."""
+  names = ("gate_up", "down", "gate_up_bias", "down_bias")
+  return {name: params[name] for name in names if name in params}
+
+
+def flat_gate_up(w: jax.Array) -> jax.Array:
+  """[E, D, 2, F] as [E, D, 2 F]: gate and up side by side."""
+  return w.reshape(*w.shape[:-2], -1)
+
+
+def quantize_weights(params: dict[str, jax.Array], config: MoEConfig, *,
+                     device: Any = None) -> QuantizedWeights:
+  """Quantizes the expert weights once, for several calls of the layer.
+
+  Args:
+    params: `gate_up` [E, D, 2, F] and `down` [E, F, D]; others are ignored.
+    config: the layer; its recipe says which views are needed.
+    device: the device that will read them, default the first; it decides
+      the backend.
+
+  Returns:
+    QuantizedWeights; pass it to `moe` or `MoE` beside the master weights.
+  """
+  ops = backend_lib.select(config.backend, device)
+  gate_up, down = flat_gate_up(params["gate_up"]), params["down"]
+  gate_up, down = lax.stop_gradient((gate_up, down))
+  recipe = config.recipe
+  views: dict[str, MxArray | None] = {}
+  for name, w in (("gate_up", gate_up), ("down", down)):
+    forward = _quantize_weight(w, -2, recipe.forward, ops, recipe)
+    backward = _quantize_weight(w, -1, recipe.input_grad, ops, recipe)
+    if recipe.weight_block == "32x32" and forward is not None:
+      backward = forward if backward is not None else None  # one copy
+    views |= {name: forward, f"{name}_grad": backward}
+  return QuantizedWeights(**views)
+
+
+def _quantize_weight(w: jax.Array, axis: int, precision: str,
+                     ops: backend_lib.Ops, recipe: Recipe) -> MxArray | None:
+  if precision == "bf16":
+    return None
+  return ops.quantize(w, axis, block=recipe.weight_block,
+                      rounding=recipe.rounding)
+
+
+def operand(master: jax.Array, view: MxArray | None, axis: int,
+            precision: str, stage: Stage) -> jax.Array | MxArray:
+  """A weight as a matmul reads it: the quantized view if there is one."""
+  if precision == "bf16":
+    return _gather(master.astype(jnp.bfloat16), stage.fsdp_axis)
+  mx = view if view is not None else _quantize_weight(
+      master, axis, precision, stage.ops, stage.recipe)
+  return _gather(mx, stage.fsdp_axis).along(axis)
+
+
+def _gather(w: jax.Array | MxArray | None, axis: str | None) -> Any:
+  """Weights whose axis 1 is split over a mesh axis, whole; MXFP8 as bytes."""
+  if axis is None:
+    return w
+  if not isinstance(w, MxArray):
+    return lax.all_gather(w, axis, axis=1, tiled=True)
+  data = lax.bitcast_convert_type(w.data, jnp.uint8)
+  data, scale = lax.all_gather((data, w.scale), axis, axis=1, tiled=True)
+  data = lax.bitcast_convert_type(data, w.data.dtype)
+  return dataclasses.replace(w, data=data, scale=scale)
+
+
