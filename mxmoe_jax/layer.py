@@ -88,10 +88,11 @@ def moe(x: jax.Array, params: dict[str, jax.Array], config: MoEConfig, *,
   routed = routing.route(
       tokens, params["router"], config, balance_bias=balance_bias,
       mask=None if mask is None else mask.reshape(-1))
-  y, dropped = mixture(
+  mixed: Any = mixture(
       (config, sharding), tokens.astype(config.dtype), routed.weights,
       routed.experts, weights_lib.expert_params(params),
       quantized or QuantizedWeights())
+  y, dropped = mixed
   y = experts.add_shared(y, tokens, params, config)
   stats = MoEStats(routed.load, dropped, routed.aux_loss, routed.z_loss)
   return y.reshape(x.shape).astype(x.dtype), stats
