@@ -113,7 +113,11 @@ def _processor() -> str:
 
 
 def device() -> dict[str, Any]:
-  """Returns what the experiment runs on, as JSON values."""
+  """Returns what the experiment runs on, as JSON values.
+
+  The load average is that of the last five minutes: above the number of cores,
+  other work has shared them and times are too long.
+  """
   first = jax.devices()[0]
   return {
     "platform": first.platform,
@@ -122,6 +126,7 @@ def device() -> dict[str, Any]:
     "processes": jax.process_count(),
     "processor": _processor(),
     "cores": os.cpu_count(),
+    "load_average": round(os.getloadavg()[1], 1),
   }
 
 
