@@ -78,8 +78,15 @@ class Target:
   text: str
 
   def limit(self, field: str) -> int:
-    """Returns an integer field of the description."""
-    return int(re.search(rf"\b{field}: (\d+)", self.text).group(1))
+    """An integer field of the description.
+
+    Raises:
+      ValueError: The description lacks the field.
+    """
+    found = re.search(rf"\b{field}: (\d+)", self.text)
+    if found is None:
+      raise ValueError(f"aot: targets/{self.name}.txtpb must give {field}.")
+    return int(found[1])
 
   @property
   def architecture(self) -> str:
@@ -265,7 +272,7 @@ def require_tools() -> None:
       without nvdisasm there is no SASS to count in.
   """
   spec = importlib.util.find_spec("nvidia.cu13")
-  folders = list(spec.submodule_search_locations) if spec else []
+  folders = (spec and spec.submodule_search_locations) or []
   for tool in ("ptxas", "nvdisasm"):
     if not any(pathlib.Path(f, "bin", tool).exists() for f in folders):
       raise ValueError(

@@ -42,9 +42,9 @@ StreamTile = tiles.StreamTile
 class Problem:
   """What one call of the kernel computes; static."""
 
-  shape: tuple[int, int, int]
+  shape: tuple[int, ...]
   axis: int
-  layout: str
+  layout: mxfp8.Layout
   tile: StreamTile
 
   @property
@@ -247,7 +247,7 @@ def dequantize(
   """
   _check(x, dtype)
   x = x.along(x.axis)
-  tile = tile or StreamTile()
+  tile = tile or tiles.dequantize_tile(x.axis, x.shape[-1])
   matrices = x.shape[0] if x.ndim == 3 else 1
   rows, columns = x.shape[-2:]
   problem = Problem(
@@ -279,34 +279,42 @@ def dequantize(
 
 
 def variants(target: str) -> list[mosaic.Variant]:
-  """Both directions in both layouts, e4m3 and e5m2.
+  """Both directions in both layouts, e4m3 and e5m2, wide and narrow.
 
   Args:
     target: Name of a GPU; the choices are the same on all.
   """
   del target
-  tile, (rows, columns) = StreamTile(), (4096, 2944)
-  found = []
-  for dtype in mxfp8.DTYPES:
-    for axis in (-1, -2):
-      for layout in mxfp8.LAYOUTS:
-        shape = mxfp8.scale_shape((rows, columns), axis, "1x32", layout)
-        name = f"{'rows' if axis == -1 else 'columns'} {layout}"
+  found = [
+    _variant(axis, layout, dtype, 2880)
+    for dtype in mxfp8.DTYPES
+    for axis in (-1, -2)
+    for layout in mxfp8.LAYOUTS
+  ]
+  return found + [_variant(a, "linear", mxfp8.E4M3, 160) for a in (-1, -2)]
 
-        def function(data, scale, axis=axis, layout=layout):
-          return dequantize(MxArray(data, scale, axis=axis, layout=layout))
 
-        found.append(
-          mosaic.Variant(
-            kernel="dequantize",
-            variant=f"{name} {jnp.dtype(dtype).name} {tile.name}",
-            function=function,
-            arguments=(
-              jax.ShapeDtypeStruct((rows, columns), dtype),
-              jax.ShapeDtypeStruct(shape, jnp.uint8),
-            ),
-            promises=("bulk_tensor_load", "bulk_tensor_store", "cast_from_fp8"),
-            ctas_per_sm=tile.ctas_per_sm,
-          )
-        )
-  return found
+def _variant(
+  axis: int, layout: mxfp8.Layout, dtype: Any, width: int
+) -> mosaic.Variant:
+  """One entry of `variants`."""
+  shape = (4096, width)
+  scale = mxfp8.scale_shape(shape, axis, "1x32", layout)
+  tile = tiles.dequantize_tile(axis, width)
+  direction = "rows" if axis == -1 else "columns"
+
+  def function(data, scale):
+    x = MxArray(data, scale, axis=axis, layout=layout)
+    return dequantize(x, tile=tile)
+
+  return mosaic.Variant(
+    kernel="dequantize",
+    variant=f"{direction} {layout} {jnp.dtype(dtype).name} {tile.name}",
+    function=function,
+    arguments=(
+      jax.ShapeDtypeStruct(shape, dtype),
+      jax.ShapeDtypeStruct(scale, jnp.uint8),
+    ),
+    promises=("bulk_tensor_load", "bulk_tensor_store", "cast_from_fp8"),
+    ctas_per_sm=tile.ctas_per_sm,
+  )

@@ -72,7 +72,7 @@ def _run(
   x: jax.Array,
   directions: tuple[Direction, ...],
   *,
-  rounding: str,
+  rounding: mxfp8.Rounding,
   dtype: Any,
   square: bool = False,
   tile_rows: jax.Array | None,
@@ -85,7 +85,7 @@ def _run(
   rows = stack.shape[1]
   if rows < ROWS:
     stack = jnp.pad(stack, ((0, 0), (0, ROWS - rows), (0, 0)))
-  tile = tile or default_tile(x.dtype)
+  tile = tile or _default_tile(x, directions)
   problem = quantize_kernel.Problem(
     shape=stack.shape,
     directions=directions,
@@ -113,6 +113,11 @@ def _run(
   return [_as_mx(d, data, scale, x.shape) for d, data, scale in pairs]
 
 
+def _default_tile(x: Any, directions: tuple[Direction, ...]) -> StreamTile:
+  axes = tuple(d.axis for d in directions)
+  return tiles.quantize_tile(axes, x.shape[-1], x.dtype.itemsize)
+
+
 def _as_mx(direction, data, scale, shape) -> MxArray:
   """Trims what covers whole tiles only and drops the axis that was added."""
   rows, columns = shape[-2:]
@@ -127,12 +132,6 @@ def _as_mx(direction, data, scale, shape) -> MxArray:
   if len(shape) == 2:
     data, scale = data[0], scale[0]
   return MxArray(data, scale, axis=axis, layout=direction.layout)
-
-
-def default_tile(x_dtype: Any) -> StreamTile:
-  """The tile that the kernel uses when the caller names none."""
-  wide = jnp.dtype(x_dtype).itemsize == 4
-  return StreamTile(stages=1 if wide else 2)
 
 
 def quantize(
@@ -177,13 +176,13 @@ def quantize(
       f"quantize kernel: blocks run along the last two axes; got {axis=}. "
       'Use backend="xla".'
     )
-  common = dict(
-    rounding=rounding,
-    dtype=dtype,
-    tile_rows=tile_rows,
-    tile=tile,
-    interpret=interpret,
-  )
+  common: dict[str, Any] = {
+    "rounding": rounding,
+    "dtype": dtype,
+    "tile_rows": tile_rows,
+    "tile": tile,
+    "interpret": interpret,
+  }
   if block == "32x32":
     if transposed:
       raise NotImplementedError(
@@ -248,13 +247,12 @@ def quantize_both(
 
 
 def variants(target: str) -> list[mosaic.Variant]:
-  """Every choice of outputs that the library makes, at a common width.
+  """Every choice of outputs that the library makes, wide and narrow.
 
   Args:
     target: Name of a GPU; the choices are the same on all.
   """
   del target
-  found = []
   linear, blocked = (Direction(axis=-1, layout=x) for x in mxfp8.LAYOUTS)
   down, down_blocked = (Direction(axis=-2, layout=x) for x in mxfp8.LAYOUTS)
   turned = Direction(axis=-2, layout="blocked", transposed=True)
@@ -268,41 +266,39 @@ def variants(target: str) -> list[mosaic.Variant]:
     "both linear": (linear, down),
     "both transposed": (blocked, turned),
   }
-  for name, directions in cases.items():
-    for x_dtype in (jnp.bfloat16, jnp.float32):
-      if x_dtype == jnp.float32 and "blocked" not in name:
-        continue
-      found.append(_variant(name, x_dtype, directions))
-  found.append(
-    _variant("both groups", jnp.bfloat16, cases["both blocked"], masked=True)
-  )
-  found.append(_variant("square", jnp.bfloat16, (linear,), square=True))
-  found.append(
-    _variant(
-      "both e5m2 even",
-      jnp.bfloat16,
-      cases["both blocked"],
-      rounding="even",
-      dtype=mxfp8.E5M2,
-    )
-  )
-  return found
+  both = cases["both blocked"]
+  found = [_variant(name, case) for name, case in cases.items()]
+  found += [
+    _variant(f"{name} narrow", cases[name], width=160)
+    for name in ("rows blocked", "columns blocked")
+  ]
+  found += [
+    _variant(f"{name} float32", cases[name], x_dtype=jnp.float32)
+    for name in ("rows blocked", "columns blocked", "both blocked")
+  ]
+  return [
+    *found,
+    _variant("both groups", both, masked=True),
+    _variant("square", (linear,), square=True),
+    _variant("both e5m2 even", both, rounding="even", dtype=mxfp8.E5M2),
+  ]
 
 
 def _variant(
-  name,
-  x_dtype,
-  directions,
+  name: str,
+  directions: tuple[Direction, ...],
   *,
-  masked=False,
-  square=False,
-  rounding="rceil",
-  dtype=mxfp8.E4M3,
+  x_dtype: Any = jnp.bfloat16,
+  width: int = 2880,
+  masked: bool = False,
+  square: bool = False,
+  rounding: mxfp8.Rounding = "rceil",
+  dtype: Any = mxfp8.E4M3,
 ) -> mosaic.Variant:
   """One entry of `variants`."""
-  tile = default_tile(x_dtype)
-  x = jax.ShapeDtypeStruct((4096, 2880), x_dtype)
-  rows = jax.ShapeDtypeStruct((4096 // ROWS,), jnp.int32)
+  x = jax.ShapeDtypeStruct((4096, width), x_dtype)
+  tile = _default_tile(x, directions)
+  tile_rows = jax.ShapeDtypeStruct((4096 // ROWS,), jnp.int32)
   promises = ["bulk_tensor_load", "bulk_tensor_store", "cast_to_fp8"]
   if any(d.layout == "blocked" for d in directions):
     promises.append("bulk_copy")
@@ -321,9 +317,9 @@ def _variant(
 
   return mosaic.Variant(
     kernel="quantize",
-    variant=f"{name} {jnp.dtype(x_dtype).name} {tile.name}",
+    variant=f"{name} {tile.name}",
     function=function,
-    arguments=(x, rows) if masked else (x,),
+    arguments=(x, tile_rows) if masked else (x,),
     promises=tuple(promises),
     ctas_per_sm=tile.ctas_per_sm,
   )

@@ -37,7 +37,7 @@ class Direction:
   """
 
   axis: int
-  layout: str
+  layout: mxfp8.Layout
   transposed: bool = False
 
 
@@ -45,9 +45,9 @@ class Direction:
 class Problem:
   """What one call of the kernel computes; static."""
 
-  shape: tuple[int, int, int]
+  shape: tuple[int, ...]
   directions: tuple[Direction, ...]
-  rounding: str
+  rounding: mxfp8.Rounding
   dtype: Any
   square: bool
   masked: bool
@@ -232,7 +232,7 @@ def kernel(*refs, problem: Problem, ctas: int, interpret: Any):
     stages=tile.stages,
     load=load,
     process=process,
-    prefetch=lambda at: valid_gmem[at[1]] if problem.masked else None,
+    prefetch=lambda at: None if valid_gmem is None else valid_gmem[at[1]],
     warpgroups=tile.warpgroups,
     released=released,
   )

@@ -19,7 +19,10 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
 import jax.numpy as jnp
 
 from pallas_kernels import mosaic, mxfp8
@@ -123,7 +126,7 @@ def quantize_column_chunk(
     codes = scaled(x, byte, -2, layout, dtype)
     if transposed:
       target = q_smem.at[columns]
-      mosaic.store_transposed(target, codes, block, layout, interpret)
+      _store_transposed(target, codes, block, layout, interpret)
     else:
       q_smem[rows, columns] = codes
     scales.append(byte)
@@ -156,3 +159,64 @@ def mask_rows(x_smem: Any, valid: jax.Array) -> None:
       lax.broadcasted_iota(jnp.int32, (CHUNK, width), 0), layout
     )
     x_smem[window] = jnp.where(row < valid, x, jnp.zeros_like(x))
+
+
+def _store_transposed(
+  target: Any, codes: jax.Array, block: int, layout: Any, interpret: Any
+) -> None:
+  """Stores a [32, 128] block of rows as 32 columns of a swizzled tile.
+
+  A thread holds groups of 4 rows of 2 columns; ``prmt`` regroups them to a word
+  of each column, and words go to shared memory past the 128-byte swizzle (chunk
+  of 16 bytes XOR row modulo 8).
+
+  Args:
+    target: [128, 128] fp8 ref made by `mosaic.swizzled`.
+    codes: [32, 128] fp8 in `mosaic.column_layout`.
+    block: Which 32 columns of the target, 0 to 3.
+    layout: Register layout of ``codes``.
+    interpret: Whether the kernel is interpreted.
+  """
+  if interpret:
+    target[:, block * BLOCK : (block + 1) * BLOCK] = codes.T
+    return
+  transforms = mosaic.swizzle_transforms(codes.dtype, mosaic.SWIZZLE)
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), layout))
+  def store(_, ref, value):
+    index = ir.IndexType.get()
+    half, word = (ir.IntegerType.get_signless(n) for n in (16, 32))
+    four = ir.VectorType.get((4,), value.mlir_dtype)
+
+    def constant(n, kind: ir.Type = index):
+      return arith.constant(kind, n)
+
+    def pair(low, high):
+      low, high = (
+        arith.extui(word, mgpu.utils.bitcast(x, half)) for x in (low, high)
+      )
+      return arith.ori(low, arith.shli(high, constant(16, word)))
+
+    positions = list(value.layout.thread_idxs(value.shape))
+    registers = list(value.registers.flat)
+    for i in range(0, len(registers), 4):
+      first = pair(*registers[i : i + 2])
+      last = pair(*registers[i + 2 : i + 4])
+      row, column = positions[i]
+      row = arith.addi(row, constant(block * BLOCK))
+      for k, bytes_ in enumerate((0x6420, 0x7531)):
+        line = arith.addi(column, constant(k))
+        line_in_tile = arith.remui(line, constant(8))
+        chunk = arith.xori(arith.divui(row, constant(16)), line_in_tile)
+        offset = arith.addi(
+          arith.muli(chunk, constant(16)), arith.remui(row, constant(16))
+        )
+        four_rows = mgpu.utils.prmt(first, last, constant(bytes_, word))
+        vector.store(
+          mgpu.utils.bitcast(four_rows, four),
+          ref,
+          [arith.divui(line, constant(8)), constant(0), line_in_tile, offset],
+          alignment=4,
+        )
+
+  store(target, codes)  # pyright: ignore[reportCallIssue]

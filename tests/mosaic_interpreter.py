@@ -20,6 +20,7 @@ wgmma's asynchrony, and clusters running at the same time.
 """
 
 from collections.abc import Callable
+import functools
 import hashlib
 import inspect
 import threading
@@ -173,11 +174,22 @@ class RaceError(AssertionError):
   """Two accesses of an interpreted kernel are not ordered."""
 
 
-def run(function: Callable[[Any], Any], seconds: float = SECONDS) -> Any:
-  """Calls ``function(interpret)`` and waits for its arrays.
+@functools.lru_cache(maxsize=1)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+  """``function(params(), *arguments)`` under jit; the last one is kept."""
+  return jax.jit(
+    functools.partial(function, params()), compiler_options=COMPILER_OPTIONS
+  )
+
+
+def run(
+  function: Callable[..., Any], *arguments: Any, seconds: float = SECONDS
+) -> Any:
+  """Calls ``function(interpret, *arguments)`` and waits for its arrays.
 
   Args:
     function: Runs kernels with the interpret parameters that it is given.
+    *arguments: Arrays; the same function compiles once for all values.
     seconds: Time after which the kernel counts as deadlocked.
 
   Raises:
@@ -188,10 +200,8 @@ def run(function: Callable[[Any], Any], seconds: float = SECONDS) -> Any:
 
   def call() -> None:
     try:
-      jitted = jax.jit(
-        lambda: function(params()), compiler_options=COMPILER_OPTIONS
-      )
-      outcome["value"] = jax.block_until_ready(jitted())
+      result = compiled(function)(*arguments)
+      outcome["value"] = jax.block_until_ready(result)
       outcome["races"] = gpu_callbacks.get_races().races_found
     except BaseException as error:  # noqa: BLE001  raised again by the caller
       outcome["error"] = error
@@ -219,4 +229,5 @@ def interpreted():
   """`run` with the extension installed while a module's tests run."""
   uninstall = install()
   yield run
+  compiled.cache_clear()
   uninstall()

@@ -211,6 +211,21 @@ def join_collective(shared, task, clock, barrier_key, leader_tracked, group):
     )
 
 
+def copy_share(shared, task, barrier_key, leader_tracked, group):
+  """This block's share of a collective copy."""
+  target, whole = task.dst_allocation_key, task.dst_access
+  rank = group.index(task.thread.block_id)
+  task.stores = collective_stores(
+    target, task.src_access, whole, leader_tracked, rank, group
+  )
+  task.barrier = recorder = ClockRecorder()
+  shared.execute_async_task(task)
+  task.dst_allocation_key, task.dst_access = target, whole
+  join_collective(
+    shared, task, recorder.clock, barrier_key, leader_tracked, group
+  )
+
+
 @gpu_callbacks.fail_on_exception
 def copy_gmem_to_smem(
   *,
@@ -267,21 +282,7 @@ def copy_gmem_to_smem(
     shared.execute_async_task(task)
     return token
   group = cluster_group(thread.block_id, cluster_dims, collective)
-  whole = task.dst_access
-  task.stores = collective_stores(
-    target,
-    task.src_access,
-    whole,
-    leader_tracked,
-    group.index(thread.block_id),
-    group,
-  )
-  task.barrier = recorder = ClockRecorder()
-  shared.execute_async_task(task)
-  task.dst_allocation_key, task.dst_access = target, whole
-  join_collective(
-    shared, task, recorder.clock, barrier_key, leader_tracked, group
-  )
+  copy_share(shared, task, barrier_key, leader_tracked, group)
   return token
 
 
