@@ -4,17 +4,20 @@
     "mosaic"  our Pallas (Mosaic GPU) kernels, or a NotImplementedError
     "auto"    mosaic where it is proven to run, else xla, with the reason
 
-An operation is one of the fields of `Ops`. Each is chosen on its own;
-`choices` gives the reasons that `explain()` prints.
+An operation is one of the fields of `Ops`. Each call is decided on its own, at
+trace time: a kernel may refuse a shape. `explain()` listens to the decisions
+through `listen`; nothing falls back unseen.
 """
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
 
 from mxmoe_jax import config as config_lib
+from mxmoe_jax import mosaic_ops
 from pallas_kernels import reference
 
 Generation = Literal["hopper", "blackwell"]
@@ -25,11 +28,13 @@ class Ops:
   """The operations of the pipeline, with the signatures of `reference`."""
 
   quantize: Callable[..., Any]
+  views: Callable[..., reference.Views]
   requantize: Callable[..., Any]
   dequantize: Callable[..., Any]
+  take_rows: Callable[..., Any]
+  pack: Callable[..., jax.Array]
   grouped_matmul: Callable[..., jax.Array]
   grouped_wgrad: Callable[..., jax.Array]
-  views: Callable[..., reference.Views]
   swiglu_quantize: Callable[..., reference.Views]
   swiglu_backward_quantize: Callable[..., tuple[reference.Views, jax.Array]]
 
@@ -39,15 +44,18 @@ OPERATIONS = tuple(f.name for f in dataclasses.fields(Ops))
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-  """What runs one operation.
+  """What runs one call of an operation.
 
   Attributes:
     implementation: "mosaic" or "xla".
-    reason: why not a faster one, in words.
+    reason: why; for xla, why not the kernel.
   """
 
   implementation: Literal["mosaic", "xla"]
   reason: str
+
+
+Listener = Callable[[str, Choice], None]
 
 
 def generation(capability: str | None) -> Generation | None:
@@ -73,38 +81,69 @@ def device_capability(device: Any = None) -> str | None:
   return str(getattr(device, "compute_capability", None))
 
 
-def choices(backend: str, device: Any = None) -> dict[str, Choice]:
-  """What runs each operation, by name, under a backend on a device.
+def _obstacle(backend: str, device: Any) -> str | None:
+  """Why no kernel at all runs on the device under a backend, or None."""
+  if backend == "xla":
+    return "backend='xla' asked"
+  capability = device_capability(device)
+  if capability is None:
+    return "no NVIDIA GPU: Mosaic GPU kernels need one"
+  known = generation(capability)
+  if known is None:
+    return (f"compute capability {capability}: kernels are proven for 9.0 and"
+            " 10.0 only")
+  if known == "blackwell" and backend == "auto":
+    return ("compute capability 10.0: kernels are compiled and interpreted,"
+            " but have not been run on this GPU; ask for backend='mosaic'")
+  return None
+
+
+def select(backend: str, device: Any = None,
+           listen: Listener | None = None) -> Ops:
+  """The operations to run under a backend on a device.
+
+  Args:
+    backend: "auto", "mosaic" or "xla".
+    device: default is the first.
+    listen: called with (operation, Choice) at each call of an operation.
 
   Raises:
     ValueError: if the backend is unknown.
-    NotImplementedError: if "mosaic" is asked for where it cannot run.
+    NotImplementedError: if "mosaic" is asked for where no kernel can run.
   """
   if backend not in config_lib.BACKENDS:
     raise ValueError(
         f"backend must be one of {config_lib.BACKENDS}; got {backend!r}.")
-  if backend == "xla":
-    return dict.fromkeys(OPERATIONS, Choice("xla", "backend='xla' asked"))
-  capability = device_capability(device)
-  if capability is None:
-    reason = "no NVIDIA GPU: Mosaic GPU kernels need one"
-  elif generation(capability) is None:
-    reason = (f"compute capability {capability}: kernels are proven for 9.0"
-              " and 10.0 only")
-  else:
-    reason = "no Mosaic kernel for this operation yet"
-  if backend == "mosaic":
+  obstacle = _obstacle(backend, device)
+  if backend == "mosaic" and obstacle is not None:
     raise NotImplementedError(
-        f"backend='mosaic': {reason}. Use backend='xla', or 'auto', which"
-        " takes kernels where they exist.")
-  return dict.fromkeys(OPERATIONS, Choice("xla", reason))
+        f"backend='mosaic': {obstacle}. Use backend='xla', or 'auto', which"
+        " takes kernels where they run.")
+  return Ops(**{name: functools.partial(
+      _run, name, obstacle, backend == "mosaic", listen)
+                for name in OPERATIONS})
 
 
-def select(backend: str, device: Any = None) -> Ops:
-  """The operations to run under a backend on a device.
-
-  Raises:
-    ValueError, NotImplementedError: as `choices`.
-  """
-  choices(backend, device)
-  return Ops(**{name: getattr(reference, name) for name in OPERATIONS})
+def _run(name: str, obstacle: str | None, strict: bool,
+         listen: Listener | None, *args: Any, **options: Any) -> Any:
+  """Runs an operation on its kernel, or on the reference with the reason."""
+  kernel = getattr(mosaic_ops, name, None)
+  if obstacle is None and kernel is None:
+    obstacle = f"there is no Mosaic kernel for {name} yet"
+    if strict:
+      raise NotImplementedError(
+          f"backend='mosaic': {obstacle}. Use backend='auto' or 'xla'.")
+  if obstacle is None and kernel is not None:
+    try:
+      out = kernel(*args, **options)
+    except NotImplementedError as refusal:
+      if strict:
+        raise
+      obstacle = str(refusal)
+    else:
+      if listen is not None:
+        listen(name, Choice("mosaic", "a kernel takes it"))
+      return out
+  if listen is not None:
+    listen(name, Choice("xla", obstacle or ""))
+  return getattr(reference, name)(*args, **options)

@@ -21,15 +21,14 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
 from mxmoe_jax import permute
-from pallas_kernels import groups, mxfp8
+from pallas_kernels import groups, mxfp8, wire
 
 MxArray = mxfp8.MxArray
 MoEConfig = config_lib.MoEConfig
 
-WIRE_ALIGN = 128  # bytes: the stride of a wire row, one TMA-friendly line
-WEIGHT_BYTES = 4
 SLICES_PER_PEER = 128  # 1: 31.9 ms, 32: 1.43, 128: 0.61 (two H200, design)
 
 
@@ -153,14 +152,15 @@ def _slot_homes(experts: jax.Array, slots: permute.SlotOrder,
   return jnp.where(held, home, -1).astype(jnp.int32)
 
 
-def to_experts(x: jax.Array | MxArray, weights: jax.Array, plan: Plan
-               ) -> tuple[jax.Array | MxArray, jax.Array]:
+def to_experts(x: jax.Array | MxArray, weights: jax.Array, plan: Plan,
+               ops: backend_lib.Ops) -> tuple[jax.Array | MxArray, jax.Array]:
   """Sends tokens to their experts (dispatch, and the gradient of combine).
 
   Args:
     x: [T, d] bf16 or MxArray (1x32, linear scales), one row per token.
     weights: [T, k] float32, one number per slot that rides along.
     plan: of this exchange.
+    ops: operations of the backend.
 
   Returns:
     rows: [R, d] like x; padding rows 0 with scale byte 0.
@@ -171,29 +171,31 @@ def to_experts(x: jax.Array | MxArray, weights: jax.Array, plan: Plan
     slot = jnp.where(plan.source >= 0,
                      groups.take_rows(plan.slots.order, plan.source), -1)
     token = jnp.where(slot >= 0, slot // plan.top_k, -1)
-    return permute.take_rows(x, token), groups.take_rows(weights, slot)
-  rows = permute.take_rows(x, plan.slots.order // plan.top_k)
-  wire = pack(rows, groups.take_rows(weights, plan.slots.order))
-  return unpack(_send(wire, plan), x)
+    return ops.take_rows(x, token), groups.take_rows(weights, slot)
+  packed = ops.pack(x, plan.slots.order // plan.top_k,
+                    groups.take_rows(weights, plan.slots.order))
+  return wire.unpack(_send(packed, plan), x)
 
 
-def to_tokens(rows: jax.Array | MxArray, extra: jax.Array, plan: Plan
-              ) -> tuple[jax.Array | MxArray, jax.Array]:
+def to_tokens(rows: jax.Array | MxArray, extra: jax.Array, plan: Plan,
+              ops: backend_lib.Ops) -> tuple[jax.Array | MxArray, jax.Array]:
   """Sends rows home (combine, and the gradient of dispatch).
 
   Args:
     rows: [R, d] bf16 or MxArray.
     extra: [R] float32, one number per row that rides along.
     plan: of this exchange.
+    ops: operations of the backend.
 
   Returns:
     [T, k, d] like rows, zeros for slots without a row; [T, k] float32.
   """
   if plan.axis is None:
-    values, extra = (permute.take_rows(rows, plan.home),
+    values, extra = (ops.take_rows(rows, plan.home),
                      groups.take_rows(extra, plan.home))
   else:
-    values, extra = unpack(_send_home(pack(rows, extra), plan), rows)
+    packed = wire.pack(rows, extra)
+    values, extra = wire.unpack(_send_home(packed, plan), rows)
 
   def by_token(a):
     return a.reshape(-1, plan.top_k, *a.shape[1:])
@@ -201,93 +203,49 @@ def to_tokens(rows: jax.Array | MxArray, extra: jax.Array, plan: Plan
   return jax.tree.map(by_token, values), by_token(extra)
 
 
-def wire_stride(width: int, precision: str) -> int:
-  """Bytes of one wire row: data, scales, float32 weight; 128-aligned."""
-  data = width + width // mxfp8.BLOCK if precision == "mxfp8" else 2 * width
-  return groups.round_up(data + WEIGHT_BYTES, WIRE_ALIGN)
-
-
-def pack(rows: jax.Array | MxArray, extra: jax.Array) -> jax.Array:
-  """[n, stride] uint8 wire rows of rows [n, d] and extra [n] float32."""
-  parts = [rows.data, rows.scale] if isinstance(rows, MxArray) else [rows]
-  parts = [_as_bytes(p) for p in (*parts, extra[:, None])]
-  used = sum(p.shape[1] for p in parts)
-  stride = groups.round_up(used, WIRE_ALIGN)
-  parts.append(jnp.zeros((extra.shape[0], stride - used), jnp.uint8))
-  return jnp.concatenate(parts, axis=1)
-
-
-def unpack(wire: jax.Array, like: jax.Array | MxArray
-           ) -> tuple[jax.Array | MxArray, jax.Array]:
-  """The inverse of `pack`; `like` gives width and precision."""
-  width = like.shape[-1]
-  if isinstance(like, MxArray):
-    data = lax.bitcast_convert_type(wire[:, :width], like.data.dtype)
-    end = width + width // mxfp8.BLOCK
-    rows = dataclasses.replace(like, data=data, scale=wire[:, width:end])
-  else:
-    end = width * like.dtype.itemsize
-    rows = _from_bytes(wire[:, :end], like.dtype)
-  extra = _from_bytes(wire[:, end:end + WEIGHT_BYTES], jnp.float32)
-  return rows, extra[:, 0]
-
-
-def _as_bytes(x: jax.Array) -> jax.Array:
-  """[n, d] of any dtype as [n, bytes] uint8."""
-  if x.dtype.itemsize == 1:
-    return lax.bitcast_convert_type(x, jnp.uint8)
-  return lax.bitcast_convert_type(x, jnp.uint8).reshape(x.shape[0], -1)
-
-
-def _from_bytes(x: jax.Array, dtype) -> jax.Array:
-  """The inverse of `_as_bytes` for dtypes of several bytes."""
-  size = jnp.dtype(dtype).itemsize
-  return lax.bitcast_convert_type(x.reshape(x.shape[0], -1, size), dtype)
-
-
-def _send(wire: jax.Array, plan: Plan) -> jax.Array:
+def _send(packed: jax.Array, plan: Plan) -> jax.Array:
   """[S, stride] in expert order to [R, stride] expert-major."""
   return lax.platform_dependent(
-      wire, cpu=lambda w: _gather(w, plan.source, plan.axis),
+      packed, cpu=lambda w: _gather(w, plan.source, plan.axis),
       default=lambda w: _ragged_send(w, plan))
 
 
-def _send_home(wire: jax.Array, plan: Plan) -> jax.Array:
+def _send_home(packed: jax.Array, plan: Plan) -> jax.Array:
   """[R, stride] expert-major to [S, stride] in slot order."""
   return lax.platform_dependent(
-      wire, cpu=lambda w: _gather(w, plan.home, plan.axis),
+      packed, cpu=lambda w: _gather(w, plan.home, plan.axis),
       default=lambda w: _ragged_return(w, plan))
 
 
-def _gather(wire: jax.Array, source: jax.Array, axis: str | None
+def _gather(packed: jax.Array, source: jax.Array, axis: str | None
             ) -> jax.Array:
   """The exchange without ragged_all_to_all: everything, then a choice."""
   assert axis is not None
-  everyone = lax.all_gather(wire, axis, tiled=True)
+  everyone = lax.all_gather(packed, axis, tiled=True)
   return groups.take_rows(everyone, source)
 
 
-def _ragged_send(wire: jax.Array, plan: Plan) -> jax.Array:
+def _ragged_send(packed: jax.Array, plan: Plan) -> jax.Array:
   """Dispatch by ragged_all_to_all, a slice (or more) per expert."""
   me = lax.axis_index(plan.axis)
-  out = jnp.zeros((plan.layout.rows, wire.shape[1]), jnp.uint8)
-  return _ragged(wire, out, plan.axis, read=plan.first[me],
+  out = jnp.zeros((plan.layout.rows, packed.shape[1]), jnp.uint8)
+  return _ragged(packed, out, plan.axis, read=plan.first[me],
                  send=plan.kept[me], write=plan.land[me],
                  receive=plan.kept[:, me])
 
 
-def _ragged_return(wire: jax.Array, plan: Plan) -> jax.Array:
+def _ragged_return(packed: jax.Array, plan: Plan) -> jax.Array:
   """The way home by ragged_all_to_all, put back into slot order."""
   me = lax.axis_index(plan.axis)
-  out = jnp.zeros((plan.home.shape[0], wire.shape[1]), jnp.uint8)
-  out = _ragged(wire, out, plan.axis, read=plan.land[:, me],
+  out = jnp.zeros((plan.home.shape[0], packed.shape[1]), jnp.uint8)
+  out = _ragged(packed, out, plan.axis, read=plan.land[:, me],
                 send=plan.kept[:, me], write=plan.first[:, me],
                 receive=plan.kept[me])
   held = jnp.where(plan.home >= 0, plan.slots.place, -1)
   return groups.take_rows(out, held)
 
 
-def _ragged(wire: jax.Array, out: jax.Array, axis: str | None, *, read,
+def _ragged(packed: jax.Array, out: jax.Array, axis: str | None, *, read,
             send, write, receive) -> jax.Array:
   """One ragged_all_to_all; offsets and sizes are [ep, L], in rows.
 
@@ -306,5 +264,5 @@ def _ragged(wire: jax.Array, out: jax.Array, axis: str | None, *, read,
   read, send_sizes = split(read, send)
   write, _ = split(write, send)
   _, receive_sizes = split(receive, receive)
-  return lax.ragged_all_to_all(wire, out, read, send_sizes, write,
+  return lax.ragged_all_to_all(packed, out, read, send_sizes, write,
                                receive_sizes, axis_name=axis)

@@ -1,7 +1,8 @@
 """explain(): what a layer would run, why, and what it holds in memory.
 
-Nothing is computed: shapes come from `jax.eval_shape` of the layer's own
-forward pass, reasons from `backend.choices`.
+Nothing is computed: the layer's own forward and backward pass are traced with
+`jax.eval_shape` at the shapes asked for, and `backend` tells which
+implementation each operation took, and why.
 """
 
 import dataclasses
@@ -10,12 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mxmoe_jax import arguments, exchange, layer, residuals
+from mxmoe_jax import arguments, layer, residuals
 from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
 from mxmoe_jax import sharding as sharding_lib
 from mxmoe_jax import stage as stage_lib
 from mxmoe_jax import weights as weights_lib
+from pallas_kernels import wire
 
 MoEConfig = config_lib.MoEConfig
 
@@ -61,7 +63,7 @@ class Explanation:
   def __str__(self) -> str:
     lines = [f"{self.tokens} tokens per device, {self.devices}",
              f"expert buffer: {self.rows} rows (groups aligned to 128)", ""]
-    lines += [f"{p.name:<18} {p.precision:<6} {p.implementation:<10}"
+    lines += [f"{p.name:<22} {p.precision:<6} {p.implementation:<10}"
               f" {p.reason}" for p in self.passes]
     lines += ["", "bytes per device"]
     lines += [f"  {name:<26} {size:>16,}"
@@ -91,87 +93,118 @@ def explain(config: MoEConfig, tokens: int, *,
   sharding = sharding_lib.resolve(config, mesh)
   sharding_lib.check_tokens(tokens, config, sharding)
   device = device or sharding_lib.first_device(sharding)
-  choices = backend_lib.choices(config.backend, device)
   shards = sharding.token_shards if sharding else 1
   ep = sharding.ep if sharding else 1
   local = tokens // shards
-  kept = _kept(config, local)
+  kept, forward, backward = _trace(config, local, device)
   per_row = residuals.bytes_per_row(kept)
   rows = config.buffer_rows(local, ep)
   return Explanation(
-      passes=(*_legs(config, ep, ("dispatch",), choices),
-              *_matmuls(config, choices, "forward"),
-              *_legs(config, ep, ("combine", "combine_grad"), choices),
-              *_matmuls(config, choices, "backward"),
-              *_legs(config, ep, ("dispatch_grad",), choices)),
+      passes=(*_legs(config, ep, forward, "dispatch"),
+              *_forward_passes(config.recipe, forward),
+              *_legs(config, ep, forward, "combine"),
+              *_legs(config, ep, backward, "combine_grad"),
+              *_backward_passes(config.recipe, backward),
+              *_legs(config, ep, backward, "dispatch_grad")),
       buffer_bytes=_buffers(config, local, ep, rows, per_row),
       saved_bytes_per_row=per_row, rows=rows, tokens=local,
       devices=_describe(sharding, device))
 
 
-def _kept(config: MoEConfig, tokens: int) -> residuals.Residuals:
-  """The abstract residuals of one device without a mesh."""
-  local = dataclasses.replace(config, expert_axis=None, data_axes=(),
-                              fsdp_axis=None, backend="xla")
-  stage = stage_lib.make_stage(local, None)
+class _Heard(dict[str, list[backend_lib.Choice]]):
+  """Choices by operation, in the order of the calls."""
+
+  def listen(self, name: str, choice: backend_lib.Choice) -> None:
+    self.setdefault(name, []).append(choice)
+
+
+def _trace(config: MoEConfig, tokens: int, device: Any
+           ) -> tuple[residuals.Residuals, _Heard, _Heard]:
+  """(abstract residuals, choices forward, choices backward), one device."""
+  alone = dataclasses.replace(config, expert_axis=None, data_axes=(),
+                              fsdp_axis=None)
+  heard = _Heard(), _Heard()
+  stages = [stage_lib.make_stage(alone, None, device, h.listen)
+            for h in heard]
   array = jax.ShapeDtypeStruct
-  params = {name: array(shape, config.param_dtype) for name, shape in
-            arguments.parameter_shapes(local).items()}
-  slots = (tokens, config.top_k)
-  return jax.eval_shape(
-      lambda *args: layer.forward(stage, *args)[2],
-      array((tokens, config.d_model), config.dtype),
-      array(slots, jnp.float32), array(slots, jnp.int32),
-      weights_lib.expert_params(params), weights_lib.QuantizedWeights())
+  params = weights_lib.expert_params({
+      name: array(shape, config.param_dtype) for name, shape in
+      arguments.parameter_shapes(alone).items()})
+  x = array((tokens, config.d_model), config.dtype)
+  weights = array((tokens, config.top_k), jnp.float32)
+  ids = array((tokens, config.top_k), jnp.int32)
+  empty = weights_lib.QuantizedWeights()
+  _, _, kept = jax.eval_shape(
+      lambda *args: layer.forward(stages[0], *args), x, weights, ids, params,
+      empty)
+  jax.eval_shape(lambda *args: layer.backward(stages[1], *args), x, kept,
+                 weights, ids, params, empty)
+  return kept, *heard
 
 
-def _matmuls(config: MoEConfig, choices: dict[str, backend_lib.Choice],
-             direction: str) -> tuple[Pass, ...]:
+def _pass(name: str, precision: str, heard: _Heard, operation: str,
+          call: int = 0) -> Pass:
+  """One step, by the choice that its call of an operation took."""
+  choice = heard[operation][call]
+  return Pass(name, precision, choice.implementation, choice.reason)
+
+
+def _forward_passes(recipe: config_lib.Recipe,
+                    heard: _Heard) -> tuple[Pass, ...]:
   """The steps on the expert rows, in order."""
-  recipe = config.recipe
-  if direction == "forward":
-    steps = [("up forward", recipe.forward, "grouped_matmul"),
-             ("swiglu", recipe.forward, "swiglu_quantize"),
-             ("down forward", recipe.forward, "grouped_matmul")]
+  return (_pass("up forward", recipe.forward, heard, "grouped_matmul", 0),
+          _pass("swiglu", recipe.forward, heard, "swiglu_quantize"),
+          _pass("down forward", recipe.forward, heard, "grouped_matmul", 1))
+
+
+def _backward_passes(recipe: config_lib.Recipe,
+                     heard: _Heard) -> tuple[Pass, ...]:
+  """The steps on the expert rows, in order; recomputed ones come first."""
+  steps = []
+  if recipe.save_preactivations == "recompute":
+    steps.append(_pass("up again", recipe.forward, heard, "grouped_matmul"))
+  if recipe.save_hidden == "recompute":
+    steps.append(_pass("swiglu again", recipe.weight_grad, heard,
+                       "swiglu_quantize"))
+  return (*steps,
+          _pass("down input_grad", recipe.input_grad, heard,
+                "grouped_matmul", -2),
+          _pass("down weight_grad", recipe.weight_grad, heard,
+                "grouped_wgrad", 0),
+          _pass("swiglu backward", recipe.input_grad, heard,
+                "swiglu_backward_quantize"),
+          _pass("up input_grad", recipe.input_grad, heard, "grouped_matmul",
+                -1),
+          _pass("up weight_grad", recipe.weight_grad, heard, "grouped_wgrad",
+                1))
+
+
+def _legs(config: MoEConfig, ep: int, heard: _Heard,
+          name: str) -> tuple[Pass, ...]:
+  """A wire leg: its quantize, if it has one, and its permutation or wire."""
+  precision = getattr(config.recipe, name)
+  steps = []
+  if precision == "mxfp8":
+    steps.append(_pass(f"{name} quantize", precision, heard, "quantize"))
+  if ep == 1:
+    steps.append(_pass(f"{name} permute", precision, heard, "take_rows",
+                       0 if name in ("dispatch", "combine_grad") else -1))
   else:
-    steps = [("down input_grad", recipe.input_grad, "grouped_matmul"),
-             ("down weight_grad", recipe.weight_grad, "grouped_wgrad"),
-             ("swiglu backward", recipe.input_grad,
-              "swiglu_backward_quantize"),
-             ("up input_grad", recipe.input_grad, "grouped_matmul"),
-             ("up weight_grad", recipe.weight_grad, "grouped_wgrad")]
-  return tuple(Pass(name, precision, choices[op].implementation,
-                    choices[op].reason) for name, precision, op in steps)
-
-
-def _legs(config: MoEConfig, ep: int, names: tuple[str, ...],
-          choices: dict[str, backend_lib.Choice]) -> tuple[Pass, ...]:
-  """The wire legs, with their bytes per row."""
-  out = []
-  for name in names:
-    precision = getattr(config.recipe, name)
-    stride = exchange.wire_stride(config.d_model, precision)
-    if ep == 1:
-      text = "one device along the expert axis: a permutation, no wire"
-    else:
-      text = (f"{stride} bytes a row over {ep} devices (ragged_all_to_all on"
-              " GPUs, all_gather on CPU)")
-    implementation = ("exchange" if ep > 1
-                      else choices["quantize"].implementation)
-    out.append(Pass(f"{name} leg", precision, implementation, text))
-  return tuple(out)
+    stride = wire.stride(config.d_model, precision)
+    steps.append(Pass(f"{name} wire", precision, "collective",
+                      f"{stride} bytes a row over {ep} devices"
+                      " (ragged_all_to_all on GPUs, all_gather on CPU)"))
+  return tuple(steps)
 
 
 def _buffers(config: MoEConfig, tokens: int, ep: int, rows: int,
              per_row: float) -> dict[str, int]:
   """Bytes per device of the buffers that a step holds."""
   recipe = config.recipe
-  sent, stride = tokens * config.top_k, exchange.wire_stride
-  wire = {f"wire, {leg}": stride(config.d_model, getattr(recipe, leg))
-          for leg in ("dispatch", "combine", "combine_grad",
-                      "dispatch_grad")}
-  buffers = {name: size * (sent + rows) for name, size in wire.items()
-             } if ep > 1 else {}
+  sent = tokens * config.top_k
+  legs = ("dispatch", "combine", "combine_grad", "dispatch_grad")
+  buffers = {f"wire, {leg}": (sent + rows) * wire.stride(
+      config.d_model, getattr(recipe, leg)) for leg in legs if ep > 1}
   return buffers | {
       "pre-activations (bf16)": rows * 2 * config.d_ff * 2,
       "hidden (bf16)": rows * config.d_ff * 2,

@@ -144,7 +144,7 @@ def forward(stage, x, weights, ids, params, quantized):
   counts = exchange.gather_counts(ids, stage.config, axis)
   plan = exchange.make_plan(ids, counts, stage.config, axis)
   sent = stage.quantize_leg(x, recipe.dispatch)
-  received, row_weights = exchange.to_experts(sent, weights, plan)
+  received, row_weights = exchange.to_experts(sent, weights, plan, stage.ops)
   rows = stage_lib.arrived(received, stage)
   pre = experts.up(rows, params, quantized, plan.layout, stage)
   hidden = experts.activate(pre, row_weights, params, plan.layout, stage,
@@ -152,7 +152,7 @@ def forward(stage, x, weights, ids, params, quantized):
   out = experts.down(hidden, row_weights, params, quantized, plan.layout,
                      stage)
   sent = stage.quantize_leg(out, recipe.combine)
-  home, _ = exchange.to_tokens(sent, row_weights, plan)
+  home, _ = exchange.to_tokens(sent, row_weights, plan, stage.ops)
   kept = residuals.keep(rows, pre, hidden, row_weights, counts, stage)
   y = permute.combine(home).astype(x.dtype)
   return y, stage.sum_data(plan.dropped), kept
@@ -163,7 +163,7 @@ def backward(stage, dy, kept, weights, ids, params, quantized):
   recipe, axis = stage.recipe, stage.expert_axis
   plan = exchange.make_plan(ids, kept.counts[0], stage.config, axis)
   sent = stage.quantize_leg(dy, recipe.combine_grad, grad=True)
-  received, _ = exchange.to_experts(sent, weights, plan)
+  received, _ = exchange.to_experts(sent, weights, plan, stage.ops)
   dy_rows = stage_lib.arrived(received, stage, grad=True)
   pre, hidden = residuals.restore(kept, params, quantized, plan.layout, stage)
   dh, down_grads = experts.down_backward(
@@ -174,7 +174,7 @@ def backward(stage, dy, kept, weights, ids, params, quantized):
   dx_rows, up_grads = experts.up_backward(
       dpre, kept.rows, params, quantized, plan.layout, stage)
   sent = stage.quantize_leg(dx_rows, recipe.dispatch_grad, grad=True)
-  home, dweights = exchange.to_tokens(sent, drow_weights, plan)
+  home, dweights = exchange.to_tokens(sent, drow_weights, plan, stage.ops)
   grads = stage.reduce_gradients(down_grads | up_grads, params)
   return permute.combine(home).astype(dy.dtype), dweights, grads
 

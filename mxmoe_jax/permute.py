@@ -15,7 +15,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import groups, mxfp8, reference
+from pallas_kernels import mxfp8
 
 MxArray = mxfp8.MxArray
 
@@ -50,14 +50,6 @@ def sort_slots(experts: jax.Array, num_experts: int) -> SlotOrder:
   place = jnp.zeros_like(slots).at[order].set(slots, unique_indices=True)
   counts = jnp.zeros(num_experts + 1, jnp.int32).at[key].add(1)
   return SlotOrder(order, place, counts[:num_experts])
-
-
-def take_rows(x: jax.Array | MxArray,
-              source: jax.Array) -> jax.Array | MxArray:
-  """Rows of x [n, ...] by index [rows]; zeros (scale byte 0) where -1."""
-  if isinstance(x, MxArray):
-    return reference.take_mx_rows(x, source)
-  return groups.take_rows(x, source)
 
 
 def combine(rows: jax.Array | MxArray) -> jax.Array:

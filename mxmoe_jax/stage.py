@@ -112,15 +112,22 @@ def arrived(x: jax.Array | MxArray, stage: Stage,
   return stage.ops.views(x, rounding=recipe.rounding, dtype=dtype, **forms)
 
 
-def make_stage(config: MoEConfig,
-               sharding: sharding_lib.Sharding | None) -> Stage:
+def make_stage(config: MoEConfig, sharding: sharding_lib.Sharding | None,
+               device: Any = None,
+               listen: backend_lib.Listener | None = None) -> Stage:
   """The stage of a layer on the devices it runs on.
+
+  Args:
+    config: the layer.
+    sharding: of the layer, or None.
+    device: to run on; default is the mesh's first.
+    listen: as for `backend.select`.
 
   Raises:
     NotImplementedError: the backend cannot run there.
   """
-  device = sharding_lib.first_device(sharding)
-  ops = backend_lib.select(config.backend, device)
+  device = device or sharding_lib.first_device(sharding)
+  ops = backend_lib.select(config.backend, device, listen)
   return Stage(ops, config, sharding)
 
 

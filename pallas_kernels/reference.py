@@ -23,10 +23,11 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import groups, mxfp8
+from pallas_kernels import activation, groups, mxfp8, wire
 
 MxArray = mxfp8.MxArray
 GroupLayout = groups.GroupLayout
+Swiglu = activation.Swiglu
 
 
 def quantize(x: jax.Array, axis: int = -1, *, block: mxfp8.Block = "1x32",
@@ -165,36 +166,6 @@ def grouped_wgrad(lhs: jax.Array | MxArray, rhs: jax.Array | MxArray,
   dw = jnp.zeros((layout.groups, a.shape[1], b.shape[1]), jnp.float32)
   dw = lax.fori_loop(0, layout.tile_count(), add_tile, dw)
   return dw.astype(out_dtype)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Swiglu:
-  """The gated activation: g * sigmoid(alpha * g) * (u + up_offset).
-
-  The defaults are SwiGLU (Shazeer 2020). GPT-OSS clamps g from above and u to
-  both sides at limit = 7, with alpha = 1.702 and up_offset = 1.
-
-  Attributes:
-    limit: clamp g to at most `limit` and u to +-`limit`; None does not clamp.
-    alpha: slope inside the sigmoid.
-    up_offset: added to u after the clamp.
-  """
-
-  limit: float | None = None
-  alpha: float = 1.0
-  up_offset: float = 0.0
-
-  def __post_init__(self):
-    if self.limit is not None and not self.limit > 0:
-      raise ValueError(
-          f"Swiglu: limit must be positive or None; got {self.limit}.")
-
-  def apply(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """The activation of float32 arrays of one shape."""
-    if self.limit is not None:
-      gate = jnp.minimum(gate, self.limit)
-      up = jnp.clip(up, -self.limit, self.limit)
-    return gate * jax.nn.sigmoid(self.alpha * gate) * (up + self.up_offset)
 
 
 def _gate_up(pre: jax.Array | MxArray, bias: jax.Array | None,
@@ -344,3 +315,17 @@ def take_mx_rows(x: MxArray, source: jax.Array) -> MxArray:
                                   x.data.dtype)
   return dataclasses.replace(x, data=data,
                              scale=groups.take_rows(x.scale, source))
+
+
+def take_rows(x: jax.Array | MxArray,
+              source: jax.Array) -> jax.Array | MxArray:
+  """Rows of x [n, ...] by index [rows]; zeros (scale byte 0) where -1."""
+  if isinstance(x, MxArray):
+    return take_mx_rows(x, source)
+  return groups.take_rows(x, source)
+
+
+def pack(x: jax.Array | MxArray, row: jax.Array,
+         weight: jax.Array) -> jax.Array:
+  """[S, stride] uint8 wire rows: row[s] of x [n, K], and weight[s]."""
+  return wire.pack(take_rows(x, row), weight)

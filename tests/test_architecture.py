@@ -25,9 +25,9 @@ MAY_IMPORT = {
 # The data flow of the layer, which is the import order and the reading order: a
 # module imports only modules to its left. A new module is added at its place.
 READING_ORDER = (
-  *("config", "sharding", "backend", "matmul", "routing", "permute"),
-  *("exchange", "stage", "weights", "experts", "residuals", "arguments"),
-  *("layer", "module", "explaining", "__init__"),
+  *("config", "sharding", "mosaic_ops", "backend", "matmul", "routing"),
+  *("permute", "exchange", "stage", "weights", "experts", "residuals"),
+  *("arguments", "layer", "module", "explaining", "__init__"),
 )
 
 MAX_FILE_LINES = 350

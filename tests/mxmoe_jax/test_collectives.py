@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 import mxmoe_jax
-from mxmoe_jax import arguments, exchange
+from mxmoe_jax import arguments
 from mxmoe_jax import config as config_lib
+from pallas_kernels import wire
 
 Recipe = config_lib.Recipe
 TOKENS, D_MODEL, D_FF, EXPERTS, TOP_K = 1024, 256, 128, 16, 2
@@ -96,7 +97,7 @@ def legs(cfg, *names):
   rows = {"dispatch": cfg.buffer_rows(tokens, EP),
           "combine_grad": cfg.buffer_rows(tokens, EP),
           "combine": tokens * TOP_K, "dispatch_grad": tokens * TOP_K}
-  return [("ragged-all-to-all", "u8", rows[n] * exchange.wire_stride(
+  return [("ragged-all-to-all", "u8", rows[n] * wire.stride(
       D_MODEL, getattr(cfg.recipe, n))) for n in names]
 
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from mxmoe_jax import exchange
-from pallas_kernels import reference
+from mxmoe_jax import backend, exchange
+from pallas_kernels import reference, wire
 from tests.mxmoe_jax import meshes
 
 TOKENS = 64
@@ -31,14 +31,14 @@ def tokens_and_ids(seed: int, tokens: int = TOKENS):
 @functools.cache
 def there_and_back(ep: int, precision: str, factor: float | None = None):
   """Jitted (x, weights, ids) -> rows, weights, sizes, home, dropped."""
-  cfg = meshes.config(buffer_factor=factor)
+  cfg, ops = meshes.config(buffer_factor=factor), backend.select("xla")
 
   def body(x, weights, ids):
     counts = exchange.gather_counts(ids, cfg, "expert")
     plan = exchange.make_plan(ids, counts, cfg, "expert")
     sent = reference.quantize(x) if precision == "mxfp8" else x
-    rows, row_weights = exchange.to_experts(sent, weights, plan)
-    home, home_weights = exchange.to_tokens(rows, row_weights, plan)
+    rows, row_weights = exchange.to_experts(sent, weights, plan, ops)
+    home, home_weights = exchange.to_tokens(rows, row_weights, plan, ops)
     return (rows, row_weights, plan.layout.sizes, plan.layout.starts, home,
             home_weights, plan.dropped)
 
@@ -56,8 +56,8 @@ def numbers(x):
 def rows_of_experts(out, ep: int):
   """Wire bytes of each expert's rows, in order, whatever the mesh."""
   rows, row_weights, sizes, starts = out[:4]
-  wire = np.asarray(exchange.pack(rows, row_weights))
-  per_rank = wire.reshape(ep, -1, wire.shape[1])
+  packed = np.asarray(wire.pack(rows, row_weights))
+  per_rank = packed.reshape(ep, -1, packed.shape[1])
   local = meshes.EXPERTS // ep
   return [per_rank[e // local, s:s + n] for e, (s, n) in
           enumerate(zip(np.asarray(starts), np.asarray(sizes), strict=True))]
@@ -91,14 +91,14 @@ def test_groups_are_aligned_and_padding_is_zero():
   out = there_and_back(4, "mxfp8")(*tokens_and_ids(3))
   rows, row_weights, sizes, starts = jax.block_until_ready(out[:4])
   assert np.all(np.asarray(starts) % 128 == 0)
-  wire = np.asarray(exchange.pack(rows, row_weights)).reshape(
-      4, -1, exchange.wire_stride(meshes.D_MODEL, "mxfp8"))
-  held = np.zeros(wire.shape[:2], bool)
+  packed = np.asarray(wire.pack(rows, row_weights)).reshape(
+      4, -1, wire.stride(meshes.D_MODEL, "mxfp8"))
+  held = np.zeros(packed.shape[:2], bool)
   for e, (s, n) in enumerate(zip(starts, sizes, strict=True)):
     held[e // 2, int(s):int(s) + int(n)] = True
   assert held.sum() == int(np.sum(sizes))
-  assert not wire[~held].any()
-  assert wire[held].any(-1).all()
+  assert not packed[~held].any()
+  assert packed[held].any(-1).all()
 
 
 def test_dropped_rows_are_the_last_in_order():
@@ -124,11 +124,11 @@ def test_wire_row_is_data_scales_weight(width):
                   jnp.bfloat16)
   weight = jnp.arange(5, dtype=jnp.float32) / 7
   for rows, precision in ((reference.quantize(x), "mxfp8"), (x, "bf16")):
-    wire = exchange.pack(rows, weight)
-    assert wire.dtype == jnp.uint8
-    assert wire.shape == (5, exchange.wire_stride(width, precision))
-    assert wire.shape[1] % 128 == 0
-    back, extra = exchange.unpack(wire, rows)
+    packed = wire.pack(rows, weight)
+    assert packed.dtype == jnp.uint8
+    assert packed.shape == (5, wire.stride(width, precision))
+    assert packed.shape[1] % 128 == 0
+    back, extra = wire.unpack(packed, rows)
     np.testing.assert_array_equal(numbers(back), numbers(rows))
     np.testing.assert_array_equal(extra, weight)
-  assert exchange.wire_stride(7168, "mxfp8") == 7424
+  assert wire.stride(7168, "mxfp8") == 7424

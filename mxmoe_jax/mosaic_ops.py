@@ -1,0 +1,85 @@
+"""The pipeline's operations on our kernels, with the reference's signatures.
+
+Each function calls one kernel module of `pallas_kernels`; a shape or option
+that a kernel does not take is its NotImplementedError, which `backend` turns
+into the reference (backend "auto") or lets through ("mosaic").
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import dequantize as dequantize_kernel
+from pallas_kernels import groups, mxfp8, permute, reference, swiglu
+from pallas_kernels import quantize as quantize_kernel
+
+MxArray = mxfp8.MxArray
+Views = reference.Views
+
+quantize = quantize_kernel.quantize
+dequantize = dequantize_kernel.dequantize
+
+
+def views(x: jax.Array, *, rows: mxfp8.Layout | None = "linear",
+          columns: mxfp8.Layout | None = "linear", plain: bool = False,
+          rounding: mxfp8.Rounding = "rceil", dtype: Any = mxfp8.E4M3
+          ) -> Views:
+  """`reference.views`: both in one read of x."""
+  if rows is not None and columns is not None:
+    made = quantize_kernel.quantize_both(
+        x, rounding=rounding, dtype=dtype, layouts=(rows, columns))
+  else:
+    asked: tuple[tuple[int, mxfp8.Layout | None], ...] = (
+        (-1, rows), (-2, columns))
+    one = {axis: quantize_kernel.quantize(x, axis, rounding=rounding,
+                                          dtype=dtype, layout=layout)
+           for axis, layout in asked if layout is not None}
+    made = one.get(-1), one.get(-2)
+  return Views(made[0], made[1], x if plain else None)
+
+
+def swiglu_quantize(pre: jax.Array | MxArray, weight: jax.Array,
+                    layout: groups.GroupLayout, **options: Any) -> Views:
+  """`reference.swiglu_quantize`, fused."""
+  out = swiglu.swiglu_quantize(_blocked(pre), weight, layout, **options)
+  return Views(out.rows, out.columns, out.plain)
+
+
+def swiglu_backward_quantize(pre: jax.Array | MxArray, dh: jax.Array,
+                             weight: jax.Array, layout: groups.GroupLayout,
+                             **options: Any) -> tuple[Views, jax.Array]:
+  """`reference.swiglu_backward_quantize`, fused."""
+  out = swiglu.swiglu_backward_quantize(_blocked(pre), dh, weight, layout,
+                                        **options)
+  return Views(out.rows, out.columns, out.plain), out.dweight
+
+
+def _blocked(pre: jax.Array | MxArray) -> jax.Array | MxArray:
+  return pre.with_layout("blocked") if isinstance(pre, MxArray) else pre
+
+
+def take_rows(x: jax.Array | MxArray,
+              source: jax.Array) -> jax.Array | MxArray:
+  """`reference.take_rows`; scales of an MxArray come out blocked."""
+  if isinstance(x, MxArray):
+    return permute.permute(x, source)
+  return permute.take_rows(x, source)
+
+
+def pack(x: jax.Array | MxArray, row: jax.Array,
+         weight: jax.Array) -> jax.Array:
+  """`reference.pack`: wire rows gathered in one read."""
+  if not isinstance(x, MxArray):
+    raise NotImplementedError(
+        "pack kernel: it packs MXFP8 rows; bf16 rows are packed by XLA.")
+  return permute.pack(x, row, weight)
+
+
+def requantize(x: MxArray, axis: int, *,
+               rounding: mxfp8.Rounding = "rceil",
+               layout: mxfp8.Layout = "linear") -> MxArray:
+  """`reference.requantize`: dequantize, then quantize, two kernels."""
+  plain = dequantize_kernel.dequantize(x, jnp.bfloat16)
+  return quantize_kernel.quantize(plain, axis, rounding=rounding,
+                                  dtype=x.data.dtype, layout=layout)
