@@ -97,8 +97,11 @@ def test_links_lead_somewhere(page):
 )
 def test_code_in_the_docs_runs(page):
   example = types.ModuleType(page.stem)
+  printed = io.StringIO()
   for line, text in blocks(page, "python"):
     # Blank lines in front: a traceback then names the line of the page.
     code = compile("\n" * (line - 1) + text, str(page), "exec")
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(printed):
       exec(code, vars(example))
+  shown = "".join(text for _, text in blocks(page, "text"))
+  assert printed.getvalue() == shown, f"{page.name} shows another output"
