@@ -35,34 +35,11 @@ import time
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels import dequantize, mosaic, quantize
+from pallas_kernels import aot_listing, dequantize, mosaic, quantize
 
 TMEM_COLUMNS = 512  # per SM, PTX ISA, tcgen05.alloc
 SMEM_RESERVED = 1024  # bytes per CTA that the driver keeps, CUDA guide 7.4
 REGISTER_UNIT = 8  # registers per thread are allocated in units of 8
-
-# name -> (which listing, pattern). A count is a count of static instructions.
-INSTRUCTIONS = {
-  "block_scaled_mma": ("ptx", r"tcgen05\.mma\.\S*block_scale"),
-  "scale_copy_to_tmem": ("ptx", r"tcgen05\.cp\."),
-  "tmem_load": ("ptx", r"tcgen05\.ld\."),
-  "wgmma_fp8": ("ptx", r"wgmma\.mma_async\.\S*\.e4m3"),
-  "wgmma_16bit": ("ptx", r"wgmma\.mma_async\.\S*\.(?:bf16|f16)\.(?:bf16|f16)"),
-  "bulk_tensor_load": (
-    "ptx",
-    r"cp\.async\.bulk\.tensor\.\S*shared::\w+\.global",
-  ),
-  "bulk_tensor_store": (
-    "ptx",
-    r"cp\.async\.bulk\.tensor\.\S*global\.shared::cta",
-  ),
-  "bulk_gather": ("ptx", r"cp\.async\.bulk\.tensor\.\S*gather4"),
-  "bulk_copy": ("ptx", r"cp\.async\.bulk\.(?:shared|global)"),
-  "cast_to_fp8": ("ptx", r"cvt\.rn\.satfinite\.e[45]m[32]x2"),
-  "cast_from_fp8": ("ptx", r"cvt\.rn\.f16x2\.e[45]m[32]x2"),
-  "local_load": ("sass", r"\bLDL\b"),
-  "local_store": ("sass", r"\bSTL\b"),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,32 +69,6 @@ class Target:
   def architecture(self) -> str:
     """The PTX target, e.g. ``sm_100a``."""
     return f"sm_{self.limit('major')}{self.limit('minor')}a"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
-  """What ptxas and the listings say of one `mosaic.Variant`.
-
-  Attributes:
-    registers: Registers per thread.
-    spill_bytes: Bytes of spill stores and loads, and of stack frame.
-    smem_bytes: Shared memory per CTA, scratch and barriers.
-    tmem_columns: Tensor memory columns per CTA.
-    threads: Threads per CTA.
-    instructions: Name in `INSTRUCTIONS` -> static count; absent names are 0.
-    problems: Why the check fails, in words; empty when it passes.
-  """
-
-  kernel: str
-  variant: str
-  registers: int = 0
-  spill_bytes: int = 0
-  smem_bytes: int = 0
-  tmem_columns: int = 0
-  threads: int = 0
-  compile_seconds: float = 0.0
-  instructions: dict[str, int] = dataclasses.field(default_factory=dict)
-  problems: tuple[str, ...] = ()
 
 
 def target_names() -> list[str]:
@@ -172,7 +123,7 @@ def compile_variant(
   target: Target,
   sharding: jax.sharding.Sharding,
   keep: pathlib.Path,
-) -> Result:
+) -> aot_listing.Result:
   """Compiles one variant; leaves its PTX and SASS in ``keep``.
 
   Mosaic writes its listings to the directory named in the environment at the
@@ -183,7 +134,7 @@ def compile_variant(
     for a in variant.arguments
   ]
   stem = re.sub(r"[^\w.-]+", "_", f"{variant.kernel}-{variant.variant}")
-  base = Result(kernel=variant.kernel, variant=variant.variant)
+  base = aot_listing.Result(kernel=variant.kernel, variant=variant.variant)
   with tempfile.TemporaryDirectory() as dump:
     os.environ["MOSAIC_GPU_DUMP_TO"] = dump
     start = time.perf_counter()
@@ -204,41 +155,14 @@ def compile_variant(
       texts[suffix.removesuffix("_ctrl")] = files[0].read_text()
   for suffix in ("ptx", "sass"):
     (keep / f"{stem}.{suffix}").write_text(texts[suffix])
-  result = read_listings(base, texts, seconds)
+  result = aot_listing.read_listings(base, texts, seconds)
   return dataclasses.replace(result, problems=problems(result, variant, target))
 
 
-def read_listings(
-  base: Result, texts: dict[str, str], seconds: float
-) -> Result:
-  """Fills a result from the PTX, ptxas log, SASS and Mosaic's resources."""
-
-  def total(pattern: str, text: str) -> int:
-    return sum(int(x) for x in re.findall(pattern, text))
-
-  counts = {
-    name: len(re.findall(pattern, texts[listing]))
-    for name, (listing, pattern) in INSTRUCTIONS.items()
-  }
-  resources = texts["resources.txt"]
-  barriers = total(r"num_barriers=(\d+)", resources)
-  return dataclasses.replace(
-    base,
-    registers=total(r"Used (\d+) registers", texts["ptxas"]),
-    spill_bytes=total(r"(\d+) bytes (?:spill|stack)", texts["ptxas"]),
-    smem_bytes=total(r"smem_scratch_bytes=(\d+)", resources) + 8 * barriers,
-    tmem_columns=total(r"tmem_scratch_cols=(\d+)", resources)
-    + total(r"tmem_collective_scratch_cols=(\d+)", resources),
-    threads=total(r"\.(?:reqntid|maxntid) (\d+)", texts["ptx"]),
-    compile_seconds=round(seconds, 2),
-    instructions={name: n for name, n in counts.items() if n},
-  )
-
-
 def problems(
-  result: Result, variant: mosaic.Variant, target: Target
+  result: aot_listing.Result, variant: mosaic.Variant, target: Target
 ) -> tuple[str, ...]:
-  """Says in words what disqualifies a compiled kernel; empty when nothing."""
+  """Says in words what disqualifies a compiled kernel; empty if nothing."""
   found = []
   if result.spill_bytes:
     found.append(f"spills {result.spill_bytes} bytes of registers")
@@ -283,7 +207,7 @@ def require_tools() -> None:
 
 def check(
   target: Target, variants: Sequence[mosaic.Variant], keep: pathlib.Path
-) -> list[Result]:
+) -> list[aot_listing.Result]:
   """Compiles ``variants`` for ``target`` and prints a line for each."""
   require_tools()
   sharding = use_target(target)
@@ -291,19 +215,8 @@ def check(
   for variant in variants:
     result = compile_variant(variant, target, sharding, keep)
     results.append(result)
-    print(describe(result), flush=True)
+    print(aot_listing.describe(result), flush=True)
   return results
-
-
-def describe(result: Result) -> str:
-  """One line for people: the costs, then the problems."""
-  counts = " ".join(f"{k}={v}" for k, v in result.instructions.items())
-  line = (
-    f"{result.kernel:<18} {result.variant:<34} {result.registers:>4} reg "
-    f"{result.spill_bytes:>3} spill {result.smem_bytes:>7} smem "
-    f"{result.tmem_columns:>4} tmem {result.compile_seconds:>6.2f} s  {counts}"
-  )
-  return "\n".join([line, *(f"  FAIL: {p}" for p in result.problems)])
 
 
 def run(

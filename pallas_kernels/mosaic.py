@@ -50,7 +50,7 @@ class Variant:
     variant: What distinguishes this choice, e.g. ``"rows e4m3 128x256"``.
     function: Takes ``arguments`` and calls the kernel exactly once.
     arguments: Abstract arguments, ``jax.ShapeDtypeStruct``.
-    promises: Names in `aot.INSTRUCTIONS` that the machine code must contain.
+    promises: Names in `aot_listing.INSTRUCTIONS` that the code must contain.
     ctas_per_sm: CTAs that the schedule keeps on one SM at a time; registers and
       shared memory must leave room for them.
   """
