@@ -20,9 +20,9 @@ import orbax.checkpoint as ocp
 from mxmoe_jax import (
   MoE,
   MoEConfig,
+  QuantizedWeights,
   dequantize,
   exchange,
-  experts,
   grouped_matmul,
   layer,
   permute,
@@ -30,6 +30,8 @@ from mxmoe_jax import (
   quantize_weights,
   routing,
   sharding,
+  stage,
+  weights,
 )
 from pallas_kernels import MxArray
 
@@ -90,8 +92,8 @@ def _apply(x, params, ids, quantized, config, mesh):
     x.astype(config.dtype),
     routing.weigh(scores, ids, config),
     ids,
-    experts.expert_params(params),
-    quantized or experts.QuantizedWeights(),
+    weights.expert_params(params),
+    quantized or QuantizedWeights(),
   )
   return y.astype(x.dtype)
 
@@ -286,26 +288,20 @@ class Adapter:
       expert_axis="expert",
     )
     mesh = _mesh(ep)
-    stage = experts.make_stage(config, sharding.resolve(config, mesh))
+    steps = stage.make_stage(config, sharding.resolve(config, mesh))
 
     def travel(x, ids):
       counts = exchange.gather_counts(ids, config, "expert")
       plan = exchange.make_plan(ids, counts, config, "expert")
-      sent = stage.quantize_leg(x, config.recipe.dispatch)
+      sent = steps.quantize_leg(x, config.recipe.dispatch)
       ones = jnp.ones(ids.shape, jnp.float32)
-      rows, weights = exchange.to_experts(sent, ones, plan)
-      rows = stage.operand(rows, -1, "bf16")
-      home, _ = exchange.to_tokens(rows, weights, plan)
+      rows, ones = exchange.to_experts(sent, ones, plan, steps.ops)
+      rows = dequantize(rows)
+      home, _ = exchange.to_tokens(rows, ones, plan, steps.ops)
       return home.astype(jnp.float32)
 
-    spec = P("expert")
-    travel = jax.shard_map(
-      travel,
-      mesh=mesh,
-      in_specs=(spec, spec),
-      out_specs=spec,
-      check_vma=False,
-    )
+    split = dict(in_specs=P("expert"), out_specs=P("expert"))
+    travel = jax.shard_map(travel, mesh=mesh, check_vma=False, **split)
     args = jnp.asarray(x, jnp.bfloat16), jnp.asarray(idx, jnp.int32)
     return np.asarray(jax.jit(travel)(*args))
 
