@@ -200,6 +200,8 @@ def to_tokens(rows: jax.Array | MxArray, extra: jax.Array, plan: Plan,
   def by_token(a):
     return a.reshape(-1, plan.top_k, *a.shape[1:])
 
+  if isinstance(values, MxArray):  # blocked scales cannot be split by token
+    values = values.with_layout("linear")
   return jax.tree.map(by_token, values), by_token(extra)
 
 

@@ -1,0 +1,103 @@
+"""Kernels are taken where they run, and refused with a reason where not.
+
+A stand-in for an H200 is enough: choices are made when a call is traced, and
+nothing here is compiled or run.
+"""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import mxmoe_jax
+from mxmoe_jax import backend, mosaic_ops, stage
+from tests.mxmoe_jax import meshes
+
+HOPPER = types.SimpleNamespace(platform="gpu", compute_capability="9.0",
+                               device_kind="NVIDIA H200")
+BLACKWELL = types.SimpleNamespace(platform="gpu", compute_capability="10.0",
+                                  device_kind="NVIDIA B200")
+
+
+def heard(device, call, *shapes, name="auto"):
+  """The choices that a call on abstract arrays makes."""
+  choices = []
+  ops = backend.select(name, device, lambda *choice: choices.append(choice))
+  arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+  out = jax.eval_shape(lambda *a: call(ops, *a), *arrays)
+  return choices, out
+
+
+def quantize(ops, x):
+  return ops.quantize(x, -1)
+
+
+def test_auto_takes_the_kernel_on_hopper():
+  choices, out = heard(HOPPER, quantize, (256, 2880))
+  assert [(n, c.implementation) for n, c in choices] == [
+      ("quantize", "mosaic")]
+  assert out.scale.shape == (256, 90)
+
+
+def test_auto_falls_back_with_the_kernels_own_reason():
+  ((_, choice),), out = heard(HOPPER, quantize, (256, 96))
+  assert choice.implementation == "xla"
+  assert "at least 128 values" in choice.reason
+  assert out.shape == (256, 96)
+
+
+def test_mosaic_refuses_instead_of_falling_back():
+  with pytest.raises(NotImplementedError, match="at least 128 values"):
+    heard(HOPPER, quantize, (256, 96), name="mosaic")
+  with pytest.raises(NotImplementedError, match="no NVIDIA GPU"):
+    backend.select("mosaic", jax.devices("cpu")[0])
+
+
+def test_blackwell_is_never_chosen_unasked():
+  ((_, choice),), _ = heard(BLACKWELL, quantize, (256, 256))
+  assert choice.implementation == "xla"
+  assert "have not been run" in choice.reason
+  ((_, choice),), _ = heard(BLACKWELL, quantize, (256, 256), name="mosaic")
+  assert choice.implementation == "mosaic"
+
+
+def test_every_kernel_operation_is_one_of_the_pipeline():
+  kernels = {name for name in backend.OPERATIONS
+             if hasattr(mosaic_ops, name)}
+  assert kernels == set(backend.OPERATIONS) - {"grouped_matmul",
+                                               "grouped_wgrad"}
+
+
+@pytest.mark.parametrize("recipe", [
+    mxmoe_jax.Recipe.mxfp8(), mxmoe_jax.Recipe.bf16(),
+    mxmoe_jax.Recipe.mxfp8(dispatch="bf16", combine_grad="bf16"),
+    mxmoe_jax.Recipe.mxfp8(save_preactivations="mxfp8",
+                           save_hidden="recompute", grad_dtype="e5m2"),
+    mxmoe_jax.Recipe.mxfp8(combine="mxfp8", dispatch_grad="mxfp8",
+                           weight_block="32x32"),
+], ids=lambda r: r.name[:40])
+def test_explain_tells_kernel_and_reference_apart(recipe):
+  cfg = mxmoe_jax.MoEConfig(d_model=512, d_ff=256, num_experts=8, top_k=2,
+                            bias=True, recipe=recipe)
+  told = mxmoe_jax.explain(cfg, 1024, device=HOPPER)
+  by_name = {p.name: p for p in told.passes}
+  assert by_name["swiglu"].implementation == "mosaic"
+  assert by_name["swiglu backward"].implementation == "mosaic"
+  assert by_name["dispatch permute"].implementation == "mosaic"
+  for name, step in by_name.items():
+    if name.endswith(("forward", "input_grad", "weight_grad")):
+      assert step.implementation == "xla"
+      assert "no Mosaic kernel" in step.reason
+  assert "NVIDIA H200" in str(told)
+
+
+def test_shapes_agree_with_the_reference_through_the_whole_layer():
+  """Forward and backward trace to the same shapes with and without kernels."""
+  cfg = meshes.config(d_model=256, d_ff=256, expert_axis=None, data_axes=())
+  for device in (HOPPER, jax.devices("cpu")[0]):
+    made = stage.make_stage(cfg, None, device)
+    assert made.ops is not None
+  on_gpu = mxmoe_jax.explain(cfg, 512, device=HOPPER)
+  on_cpu = mxmoe_jax.explain(cfg, 512)
+  assert on_gpu.buffer_bytes == on_cpu.buffer_bytes
