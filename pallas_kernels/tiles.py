@@ -2,12 +2,18 @@
 
 One frozen dataclass for each kernel. The compile check compiles every choice
 that a kernel module lists, so a default cannot spill or overflow unnoticed.
+`tuned` looks a schedule up that `autotune` measured on a GPU.
 """
 
 import dataclasses
+import functools
+import importlib.resources
+import json
+from typing import Any
 
 WIDE = 512  # columns from which tiles of 256 waste little at the edge
 TILE_ROWS = 128  # rows of a tile: one atom of blocked scales, one aligned group
+TUNED = "tuned"  # the folder of what was measured
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,3 +101,48 @@ def dequantize_tile(axis: int, width: int) -> StreamTile:
   return StreamTile(
     columns=256, ctas_per_sm=1, warpgroups=warpgroups, buffers=2
   )
+
+
+def tuned_file(device_kind: str) -> str:
+  """File of a GPU's table, e.g. ``nvidia_h200.json``."""
+  return device_kind.lower().replace(" ", "_") + ".json"
+
+
+@functools.cache
+def tuned_entries(device_kind: str) -> tuple[dict[str, Any], ...]:
+  """What `autotune` measured on a kind of GPU; empty if nothing was.
+
+  Args:
+    device_kind: As JAX names it, e.g. ``NVIDIA H200``.
+  """
+  folder = importlib.resources.files("pallas_kernels") / TUNED
+  file = folder / tuned_file(device_kind)
+  if not file.is_file():
+    return ()
+  return tuple(json.loads(file.read_text())["entries"])
+
+
+def tuned(
+  kernel: str, device_kind: str, case: str, width: int
+) -> dict[str, Any] | None:
+  """The schedule measured as best, as keyword arguments of its dataclass.
+
+  Args:
+    kernel: Name of the kernel's module.
+    device_kind: As JAX names it.
+    case: Which of the kernel's outputs, `workloads.Workload.tuned`.
+    width: Columns; measurements on wider arrays do not count.
+
+  Returns:
+    None without a measurement at this width or below, but `WIDE` at least: the
+    defaults say what serves narrow arrays.
+  """
+  found = [
+    entry
+    for entry in tuned_entries(device_kind)
+    if (entry["kernel"], entry["case"]) == (kernel, case)
+    and WIDE <= entry["width"] <= width
+  ]
+  if not found:
+    return None
+  return dict(max(found, key=lambda entry: entry["width"])["schedule"])

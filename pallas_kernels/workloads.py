@@ -1,0 +1,332 @@
+"""What benchmarks and the autotuner run: a kernel, its inputs, its meaning.
+
+A `Workload` names one call of one kernel at one size. It holds the kernel, the
+plain-jnp reference, a maker of random inputs and what the project asks of it.
+Bytes are those of all inputs, read once, and all results, written once:
+
+    quantize     rows 2 + 1.03, both directions 2 + 2.06 an element of x
+    dequantize   1.03 + 2
+    swiglu       forward 4 + 2.06, backward 6 + 4.13 an element of F
+    permute      1.03 + 1.03
+
+Not here: times (`timing`), tables (`experiments.bench`), tiles (`autotune`).
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import (
+  cases,
+  dequantize,
+  groups,
+  mxfp8,
+  permute,
+  quantize,
+  reference,
+  swiglu,
+  timing,
+)
+
+GROUPS = cases.LOCAL_EXPERTS[-1]
+PADDING = 4096  # one row in so many is padding where rows are taken by index
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+  """One call of one kernel.
+
+  Attributes:
+    kernel: Name of its module.
+    variant: Which results, in which scale layout.
+    rows: Rows of the arrays.
+    width: Columns; of a SwiGLU the columns of F.
+    make: Makes the arguments; jittable.
+    run: The kernel; takes the arguments and, by name, a schedule.
+    meaning: The reference on the same arguments, with the same results.
+    bar: Share of a copy's bandwidth that the project asks for, if any.
+    tuned: Name under which a schedule measured on this is looked up, if any.
+  """
+
+  kernel: str
+  variant: str
+  rows: int
+  width: int
+  make: Callable[[], tuple[Any, ...]]
+  run: Callable[..., Any]
+  meaning: Callable[..., Any]
+  bar: float | None = None
+  tuned: str | None = None
+
+  @property
+  def name(self) -> str:
+    """E.g. ``quantize rows blocked 131072 x 7168``."""
+    return f"{self.kernel} {self.variant} {self.rows} x {self.width}"
+
+  def bytes(self) -> int:
+    """Bytes of inputs and results, each counted once."""
+    arguments = jax.eval_shape(self.make)
+    return timing.nbytes((arguments, jax.eval_shape(self.run, *arguments)))
+
+
+def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
+  return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def layout(rows: int, pattern: str = "even") -> groups.GroupLayout:
+  """Groups that fill a buffer of ``rows`` rows, whole tiles each."""
+  per_tile = groups.ROW_ALIGN
+  sizes = cases.group_sizes(pattern, GROUPS, rows // per_tile)
+  return groups.group_layout(
+    jnp.array(sizes, jnp.int32) * per_tile, groups.round_up(rows, per_tile)
+  )
+
+
+def quantize_workloads(rows: int, width: int) -> list[Workload]:
+  """One direction in each layout, both, with and without groups."""
+  common: dict[str, Any] = dict(kernel="quantize", rows=rows, width=width)
+
+  def make():
+    return (_normal(0, (rows, width)),)
+
+  def make_groups():
+    lay = layout(rows)  # every group lacks some rows of its last tile
+    ragged = dataclasses.replace(lay, sizes=jnp.maximum(lay.sizes - 29, 0))
+    return _normal(0, (rows, width)), ragged.tile_rows()
+
+  def one(axis, scales, **more):
+    options = dict(axis=axis, layout=scales)
+    name = f"{'rows' if axis == -1 else 'columns'} {scales}"
+    return Workload(
+      variant=name,
+      make=make,
+      run=functools.partial(quantize.quantize, **options),
+      meaning=functools.partial(reference.quantize, **options),
+      **common | more,
+    )
+
+  def both_meaning(x, scales=("blocked", "blocked")):
+    return tuple(
+      reference.quantize(x, axis, layout=s)
+      for axis, s in zip((-1, -2), scales, strict=True)
+    )
+
+  def masked_meaning(x, tile_rows):
+    inside = jnp.arange(groups.ROW_ALIGN) < tile_rows[:, None]
+    return both_meaning(jnp.where(inside.reshape(-1, 1), x, 0))
+
+  def turned_meaning(x):
+    return (
+      reference.quantize(x, -1, layout="blocked"),
+      reference.quantize(x.T, -1, layout="blocked"),
+    )
+
+  def run_groups(x, tile_rows, **schedule):
+    return quantize.quantize_both(x, tile_rows=tile_rows, **schedule)
+
+  def both(name, meaning=both_meaning, options=None, **more):
+    run = functools.partial(quantize.quantize_both, **options or {})
+    found = dict(variant=name, make=make, run=run, meaning=meaning)
+    return Workload(**common | found | more)
+
+  linear = ("linear", "linear")
+  return [
+    one(-1, "blocked", bar=0.90, tuned="rows"),
+    one(-1, "linear", bar=0.90),
+    one(-2, "blocked", tuned="columns"),
+    one(-2, "linear"),
+    both("both blocked", bar=0.85, tuned="both"),
+    both(
+      "both linear",
+      functools.partial(both_meaning, scales=linear),
+      options=dict(layouts=linear),
+      bar=0.85,
+    ),
+    both(
+      "both of groups", masked_meaning, make=make_groups, run=run_groups,
+      bar=0.85,
+    ),
+    both("both transposed", turned_meaning, options=dict(transposed=True)),
+  ]  # fmt: skip
+
+
+def _run_dequantize(data, scale, *, axis, scales, **schedule):
+  x = mxfp8.MxArray(data, scale, axis=axis, layout=scales)
+  return dequantize.dequantize(x, **schedule)
+
+
+def _mean_dequantize(data, scale, *, axis, scales):
+  x = mxfp8.MxArray(data, scale, axis=axis, layout=scales)
+  return reference.dequantize(x)
+
+
+def dequantize_workloads(rows: int, width: int) -> list[Workload]:
+  """Both directions in both scale layouts."""
+
+  def make(axis, scales):
+    x = reference.quantize(_normal(0, (rows, width)), axis, layout=scales)
+    return x.data, x.scale
+
+  found = []
+  for axis, direction in ((-1, "rows"), (-2, "columns")):
+    for scales in ("blocked", "linear"):
+      options = dict(axis=axis, scales=scales)
+      found.append(
+        Workload(
+          kernel="dequantize",
+          variant=f"{direction} {scales}",
+          rows=rows,
+          width=width,
+          make=functools.partial(make, **options),
+          run=functools.partial(_run_dequantize, **options),
+          meaning=functools.partial(_mean_dequantize, **options),
+          bar=0.88,
+          tuned=direction if scales == "blocked" else None,
+        )
+      )
+  return found
+
+
+def swiglu_workloads(rows: int, width: int) -> list[Workload]:
+  """Forward and backward, plain and with MXFP8 pre-activations."""
+  common: dict[str, Any] = dict(kernel="swiglu", rows=rows, width=width)
+  blocked: dict[str, Any] = dict(rows="blocked", columns="blocked")
+
+  def make():
+    weight = jax.random.uniform(jax.random.key(1), (rows,), jnp.float32)
+    return _normal(0, (rows, 2 * width)), weight, layout(rows)
+
+  def make_backward(saved=False):
+    pre, weight, lay = make()
+    if saved:
+      pre = reference.quantize(pre, layout="blocked")
+    return pre, _normal(2, (rows, width)), weight, lay
+
+  def forward(pre, weight, lay, **options):
+    out = swiglu.swiglu_quantize(pre, weight, lay, **options)
+    return [x for x in (out.rows, out.columns, out.pre) if x is not None]
+
+  def forward_meaning(pre, weight, lay, saved=False):
+    out = reference.swiglu_quantize(pre, weight, lay, **blocked)
+    kept = [reference.quantize(pre, layout="blocked")] if saved else []
+    return [out.rows, out.columns, *kept]
+
+  def backward(pre, dh, weight, lay, **options):
+    out = swiglu.swiglu_backward_quantize(pre, dh, weight, lay, **options)
+    return out.rows, out.columns, out.dweight
+
+  def backward_meaning(pre, dh, weight, lay):
+    out, dweight = reference.swiglu_backward_quantize(
+      pre, dh, weight, lay, **blocked
+    )
+    return out.rows, out.columns, dweight
+
+  return [
+    Workload(
+      variant="forward", make=make, run=forward, meaning=forward_meaning,
+      bar=0.85, tuned="forward", **common,
+    ),
+    Workload(
+      variant="forward, keeps MXFP8", make=make,
+      run=functools.partial(forward, save_pre=True),
+      meaning=functools.partial(forward_meaning, saved=True),
+      tuned="forward mxfp8", **common,
+    ),
+    Workload(
+      variant="backward", make=make_backward, run=backward,
+      meaning=backward_meaning, bar=0.85, tuned="backward", **common,
+    ),
+    Workload(
+      variant="backward of MXFP8",
+      make=functools.partial(make_backward, saved=True), run=backward,
+      meaning=backward_meaning, **common,
+    ),
+  ]  # fmt: skip
+
+
+def permute_workloads(rows: int, width: int) -> list[Workload]:
+  """Rows in random order: arrays, packed rows, and packing; bf16 rows."""
+  common: dict[str, Any] = dict(kernel="permute", rows=rows, width=width)
+
+  def source():
+    order = jax.random.permutation(jax.random.key(3), rows).astype(jnp.int32)
+    return jnp.where(jnp.arange(rows) % PADDING == PADDING - 1, -1, order)
+
+  def arrays():
+    return reference.quantize(_normal(0, (rows, width)))
+
+  def weights():
+    return jax.random.uniform(jax.random.key(1), (rows,), jnp.float32)
+
+  def permute_meaning(x, index):
+    return reference.take_rows(x, index).with_layout("blocked")
+
+  def wire_run(wire, index, **schedule):
+    return permute.permute_wire(wire, index, width, **schedule)
+
+  def wire_meaning(wire, index):
+    taken = groups.take_rows(wire, index)
+    blocks, end = width // mxfp8.BLOCK, width + width // mxfp8.BLOCK
+    data = jax.lax.bitcast_convert_type(taken[:, :width], mxfp8.E4M3)
+    scale, tail = taken[:, width:end], taken[:, end : end + 4]
+    assert scale.shape[1] == blocks
+    weight = jax.lax.bitcast_convert_type(tail, jnp.float32)
+    return mxfp8.MxArray(data, scale).with_layout("blocked"), weight
+
+  def pack_make():
+    return arrays(), jnp.maximum(source(), 0), weights()
+
+  def both_meaning(x, index):
+    taken = groups.take_rows(x, index)
+    return tuple(
+      reference.quantize(taken, axis, layout="blocked") for axis in (-1, -2)
+    )
+
+  return [
+    Workload(
+      variant="arrays", make=lambda: (arrays(), source()),
+      run=permute.permute, meaning=permute_meaning, bar=0.80, tuned="rows",
+      **common,
+    ),
+    Workload(
+      variant="packed rows",
+      make=lambda: (reference.pack(*pack_make()), source()), run=wire_run,
+      meaning=wire_meaning, bar=0.80, **common,
+    ),
+    Workload(
+      variant="pack", make=pack_make, run=permute.pack, meaning=reference.pack,
+      **common,
+    ),
+    Workload(
+      variant="bf16, then quantize both",
+      make=lambda: (_normal(0, (rows, width)), source()),
+      run=permute.gather_quantize, meaning=both_meaning, **common,
+    ),
+  ]  # fmt: skip
+
+
+MAKERS: dict[str, Callable[[int, int], list[Workload]]] = {
+  "quantize": quantize_workloads,
+  "dequantize": dequantize_workloads,
+  "swiglu": swiglu_workloads,
+  "permute": permute_workloads,
+}
+
+
+def shapes(kernel: str) -> list[tuple[int, int]]:
+  """Rows and widths that a kernel is measured at, the first one first.
+
+  The largest rows per device of `cases` at DeepSeek-V3's widths; fewer rows
+  where a row is wider, and the width that is no multiple of 128.
+  """
+  deepseek, llama = cases.MODELS["deepseek_v3"], cases.MODELS["llama4_scout"]
+  _, middle, most = cases.ROWS_PER_DEVICE
+  if kernel == "swiglu":
+    return [(most, deepseek.d_ff), (middle, llama.d_ff)]
+  if kernel == "permute":
+    return [(most, deepseek.d_model)]
+  return [(most, deepseek.d_model), (most, cases.MODELS["gpt_oss_20b"].d_model)]
