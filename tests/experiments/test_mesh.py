@@ -21,7 +21,7 @@ MESH = experiment.MeshConfig(data=2, expert=2)
 
 def train(folder, mesh):
   runs = job.run(
-    shrunken.experiment(mesh=mesh, recipes=("mxfp8",)),
+    shrunken.experiment(mesh=mesh, recipes=("bf16",)),
     folder=folder,
     command="the command",
     shown=progress.Progress(rich.console.Console(quiet=True)),
@@ -42,7 +42,7 @@ def start(*arguments):
       *("env", "-u", "XLA_FLAGS"),
       *(sys.executable, "-m", "experiments.run", str(SHRUNKEN)),
       *("--mesh.data", "2", "--mesh.expert", "2", "--mesh.processes", "2"),
-      *("--recipes", "mxfp8", *arguments),
+      *("--recipes", "bf16", *arguments),
     ],
     cwd=ROOT,
     stdout=subprocess.PIPE,

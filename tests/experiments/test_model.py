@@ -1,6 +1,7 @@
 """The transformer: causal, relative in position, telling about its experts."""
 
 import dataclasses
+import functools
 
 from flax import nnx
 import jax
@@ -23,7 +24,13 @@ def build(recipe="bf16", **changes):
 
 
 def predict(model, tokens):
-  return jax.jit(lambda tokens: model(tokens))(jnp.asarray(tokens))
+  graph, state = nnx.split(model)
+  return _apply(graph, state, jnp.asarray(tokens))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _apply(graph, state, tokens):
+  return nnx.merge(graph, state)(tokens)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
