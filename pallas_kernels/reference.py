@@ -102,7 +102,17 @@ def _operand(x: jax.Array | MxArray, axis: int) -> jax.Array:
           f"grouped matmul: an operand with blocks along axis {x.axis} cannot"
           f" be contracted along axis {axis}; quantize it along {axis}.")
     return x.dequantize(jnp.float32)
-  return x.astype(jnp.bfloat16).astype(jnp.float32)
+  return _round_bf16(x).astype(jnp.float32)
+
+
+def _round_bf16(x: jax.Array) -> jax.Array:
+  """x in bf16, rounded for certain.
+
+  XLA drops a cast to bf16 and back as excess precision, which would make the
+  reference differ from kernels that store bf16; it keeps reduce_precision.
+  """
+  exact = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+  return exact.astype(jnp.bfloat16)
 
 
 def grouped_matmul(lhs: jax.Array | MxArray, rhs: jax.Array | MxArray,
@@ -198,7 +208,7 @@ def swiglu(pre: jax.Array | MxArray, weight: jax.Array, layout: GroupLayout,
   gate, up = _gate_up(pre, bias, layout)
   hidden = form.apply(gate, up) * weight[:, None]
   hidden = jnp.where(layout.row_valid()[:, None], hidden, 0.0)
-  return hidden.astype(jnp.bfloat16)
+  return _round_bf16(hidden)
 
 
 def swiglu_backward(pre: jax.Array | MxArray, dh: jax.Array,
@@ -237,7 +247,7 @@ def swiglu_backward(pre: jax.Array | MxArray, dh: jax.Array,
   dup = dact * silu * inside_up
   dpre = jnp.concatenate([dgate, dup], axis=-1)
   dpre = jnp.where(valid[:, None], dpre, 0.0)
-  return dpre.astype(jnp.bfloat16), dweight
+  return _round_bf16(dpre), dweight
 
 
 @jax.tree_util.register_dataclass
