@@ -179,14 +179,14 @@ class MoEConfig:
   param_dtype: Any = jnp.bfloat16
 
   def __post_init__(self):
-    _check_sizes(self)
-    _check_routing(self)
-    _check_axes(self)
-    _one_of("MoEConfig", "backend", self.backend, BACKENDS)
     if not isinstance(self.recipe, Recipe):
       raise TypeError(
           "MoEConfig: recipe must be a Recipe, such as Recipe.mxfp8(); got"
           f" {self.recipe!r}.")
+    _check_sizes(self)
+    _check_routing(self)
+    _check_axes(self)
+    _one_of("MoEConfig", "backend", self.backend, BACKENDS)
     if jnp.dtype(self.dtype) != jnp.bfloat16:
       raise ValueError(
           "MoEConfig: dtype must be bfloat16 (rows travel in bf16 or MXFP8);"
