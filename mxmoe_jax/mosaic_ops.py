@@ -8,17 +8,18 @@ into the reference (backend "auto") or lets through ("mosaic").
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import dequantize as dequantize_kernel
 from pallas_kernels import groups, mxfp8, permute, reference, swiglu
 from pallas_kernels import quantize as quantize_kernel
+from pallas_kernels import requantize as requantize_kernel
 
 MxArray = mxfp8.MxArray
 Views = reference.Views
 
 quantize = quantize_kernel.quantize
 dequantize = dequantize_kernel.dequantize
+requantize = requantize_kernel.requantize
 
 
 def views(x: jax.Array, *, rows: mxfp8.Layout | None = "linear",
@@ -75,11 +76,3 @@ def pack(x: jax.Array | MxArray, row: jax.Array,
         "pack kernel: it packs MXFP8 rows; bf16 rows are packed by XLA.")
   return permute.pack(x, row, weight)
 
-
-def requantize(x: MxArray, axis: int, *,
-               rounding: mxfp8.Rounding = "rceil",
-               layout: mxfp8.Layout = "linear") -> MxArray:
-  """`reference.requantize`: dequantize, then quantize, two kernels."""
-  plain = dequantize_kernel.dequantize(x, jnp.bfloat16)
-  return quantize_kernel.quantize(plain, axis, rounding=rounding,
-                                  dtype=x.data.dtype, layout=layout)
