@@ -226,7 +226,8 @@ def origin(arguments: Sequence[str]) -> dict[str, Any]:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
-    prog="python -m experiments.bench", description=__doc__.splitlines()[0]
+    prog="python -m experiments.bench",
+    description="Times the memory-bound kernels beside a copy and beside XLA.",
   )
   parser.add_argument("kernels", nargs="+", choices=sorted(workloads.MAKERS))
   parser.add_argument("--rows", type=int, help="instead of the usual ones")

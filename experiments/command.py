@@ -31,6 +31,8 @@ class Command:
     coordinator: address and port of process 0, such as host:1234.
     num_processes: all processes.
     process_id: this one, from 0.
+    parent: id of the process that this one ends with; the command sets it for
+      the processes that it starts.
   """
 
   experiment: Annotated[experiment_lib.Experiment, tyro.conf.arg(name="")]
@@ -39,6 +41,7 @@ class Command:
   coordinator: str | None = None
   num_processes: int | None = None
   process_id: int | None = None
+  parent: int | None = None
 
   @property
   def folder(self) -> pathlib.Path:

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 import json
+import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -33,7 +35,7 @@ _MESSAGE_BYTES = 1 << 16
 _POLL_SECONDS = 0.2
 
 # Flags that differ from process to process.
-_OWN_FLAGS = ("--coordinator", "--num-processes", "--process-id")
+_OWN_FLAGS = ("--coordinator", "--num-processes", "--process-id", "--parent")
 
 
 def free_address() -> str:
@@ -62,6 +64,7 @@ def start_all(arguments: Sequence[str], count: int) -> int:
         *(sys.executable, "-m", "experiments.run", *arguments),
         *("--distributed", "--coordinator", address),
         *("--num-processes", str(count), "--process-id", str(number)),
+        *("--parent", str(os.getpid())),
       ],
       stdout=None if number == 0 else subprocess.DEVNULL,
     )
@@ -98,6 +101,23 @@ def typed(arguments: Sequence[str]) -> list[str]:
       kept.append(argument)
   launched = len(kept) < len(arguments)
   return [word for word in kept if not (launched and word == "--distributed")]
+
+
+def end_with(parent: int) -> None:
+  """Ends this process when `parent` has ended, even by kill -9.
+
+  Left behind it would go on writing to a folder that a new start takes up.
+
+  Args:
+    parent: id of the process that started this one.
+  """
+
+  def watch() -> None:
+    while os.getppid() == parent:
+      time.sleep(_POLL_SECONDS)
+    os._exit(1)
+
+  threading.Thread(target=watch, daemon=True).start()
 
 
 def join(command: command_lib.Command) -> None:

@@ -81,6 +81,8 @@ def _run(arguments: list[str]) -> int:
   if mesh.size > 1 and _HOST_DEVICES not in os.environ["XLA_FLAGS"]:
     # CPU devices that stand in for GPUs; says nothing to other platforms.
     jax.config.update("jax_num_cpu_devices", mesh.size // mesh.processes)
+  if command.parent is not None:
+    processes.end_with(command.parent)
   if command.distributed:
     processes.join(command)
   line = ["python", "-m", "experiments.run", *processes.typed(arguments)]

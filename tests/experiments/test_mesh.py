@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import time
 
 import pytest
 import rich.console
@@ -56,7 +57,18 @@ def test_a_mesh_trains_as_one_device_does(tmp_path, meshed):
   assert meshed == pytest.approx(alone, rel=tolerance.REORDERED_LOSS)
 
 
-def test_two_processes_train_as_one_does(tmp_path, meshed):
+def test_two_processes_train_as_one_does_even_when_killed(tmp_path, meshed):
+  metrics = tmp_path / "out/metrics-bf16.jsonl"
+  killed = start("--out", str(tmp_path / "out"))
+  deadline = time.monotonic() + SECONDS
+  while not metrics.exists() or metrics.read_text().count("\n") < 2:
+    assert killed.poll() is None, killed.communicate()
+    assert time.monotonic() < deadline
+    time.sleep(0.01)
+  killed.kill()
+  # Returns when the pipes are closed: no process was left behind.
+  killed.communicate(timeout=SECONDS)
+  assert not (tmp_path / "out/summary.json").exists()
   out, error = start("--out", str(tmp_path / "out")).communicate(
     timeout=SECONDS
   )
