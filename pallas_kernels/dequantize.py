@@ -247,7 +247,7 @@ def dequantize(
   """
   _check(x, dtype)
   x = x.along(x.axis)
-  tile = tile or tiles.dequantize_tile(x.axis, x.shape[-1])
+  tile = tile or _default_tile(x.axis, x.shape[-1])
   matrices = x.shape[0] if x.ndim == 3 else 1
   rows, columns = x.shape[-2:]
   problem = Problem(
@@ -278,6 +278,10 @@ def dequantize(
   return y if x.ndim == 3 else y[0]
 
 
+def _default_tile(axis: int, width: int) -> StreamTile:
+  return tiles.dequantize_tile(axis, width, mosaic.device_kind())
+
+
 def variants(target: str) -> list[mosaic.Variant]:
   """Both directions in both layouts, e4m3 and e5m2, wide and narrow.
 
@@ -300,7 +304,7 @@ def _variant(
   """One entry of `variants`."""
   shape = (4096, width)
   scale = mxfp8.scale_shape(shape, axis, "1x32", layout)
-  tile = tiles.dequantize_tile(axis, width)
+  tile = _default_tile(axis, width)
   direction = "rows" if axis == -1 else "columns"
 
   def function(data, scale):

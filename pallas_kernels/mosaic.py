@@ -77,6 +77,12 @@ def sm_count() -> int:
   return getattr(device, "core_count", DEFAULT_SMS)
 
 
+def device_kind() -> str:
+  """JAX's name of the device that this process compiles for."""
+  device = jax.config.jax_default_device or jax.devices()[0]
+  return getattr(device, "device_kind", "")
+
+
 def swizzled(shape: tuple[int, ...], dtype: Any, width: int) -> Any:
   """Shared memory whose last two axes are tiled and swizzled for TMA.
 

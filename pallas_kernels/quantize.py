@@ -115,7 +115,9 @@ def _run(
 
 def _default_tile(x: Any, directions: tuple[Direction, ...]) -> StreamTile:
   axes = tuple(d.axis for d in directions)
-  return tiles.quantize_tile(axes, x.shape[-1], x.dtype.itemsize)
+  return tiles.quantize_tile(
+    axes, x.shape[-1], x.dtype.itemsize, mosaic.device_kind()
+  )
 
 
 def _as_mx(direction, data, scale, shape) -> MxArray:

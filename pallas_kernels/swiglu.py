@@ -39,6 +39,7 @@ from pallas_kernels import (
   reference,
   stream,
   swiglu_kernel,
+  tiles,
 )
 
 MxArray = mxfp8.MxArray
@@ -246,7 +247,9 @@ def swiglu_quantize(
     pre_dtype=pre.data.dtype if isinstance(pre, MxArray) else pre.dtype,
     biased=bias is not None, directions=_directions(rows, columns),
     plain=plain, saved=save_pre, rounding=rounding, dtype=dtype, form=form,
-    tile=tile or forward_tile(save_pre or isinstance(pre, MxArray)),
+    tile=tile or forward_tile(
+      pre.shape[1] // 2, save_pre or isinstance(pre, MxArray)
+    ),
   )
   out = _run(problem, pre, None, weight, layout, bias, interpret)
   saved = None
@@ -299,7 +302,7 @@ def swiglu_backward_quantize(
     pre_dtype=pre.data.dtype if isinstance(pre, MxArray) else pre.dtype,
     biased=bias is not None, directions=_directions(rows, columns),
     plain=plain, saved=False, rounding=rounding, dtype=dtype, form=form,
-    tile=tile or BACKWARD_TILE,
+    tile=tile or backward_tile(pre.shape[1] // 2),
   )
   out = _run(problem, pre, dh, weight, layout, bias, interpret)
   dweight = jnp.sum(out["dweight"], axis=0)
@@ -308,6 +311,21 @@ def swiglu_backward_quantize(
   )
 
 
-def forward_tile(more: bool) -> SwigluTile:
-  """The forward's default; `more` says that it needs other tiles besides."""
+def forward_tile(width: int, more: bool) -> SwigluTile:
+  """The forward's tile: measured on this GPU, or the default.
+
+  Args:
+    width: F.
+    more: It needs other tiles besides, for MXFP8 pre-activations.
+  """
+  case = "forward mxfp8" if more else "forward"
+  found = tiles.tuned("swiglu", mosaic.device_kind(), case, width)
+  if found is not None:
+    return SwigluTile(**found)
   return SwigluTile(stages=2) if more else FORWARD_TILE
+
+
+def backward_tile(width: int) -> SwigluTile:
+  """The backward's tile; see `forward_tile`."""
+  found = tiles.tuned("swiglu", mosaic.device_kind(), "backward", width)
+  return BACKWARD_TILE if found is None else SwigluTile(**found)

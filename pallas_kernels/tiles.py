@@ -2,7 +2,7 @@
 
 One frozen dataclass for each kernel. The compile check compiles every choice
 that a kernel module lists, so a default cannot spill or overflow unnoticed.
-`tuned` looks a schedule up that `autotune` measured on a GPU.
+`tuned` looks a tile up that `autotune` measured on a GPU.
 """
 
 import dataclasses
@@ -14,6 +14,7 @@ from typing import Any
 WIDE = 512  # columns from which tiles of 256 waste little at the edge
 TILE_ROWS = 128  # rows of a tile: one atom of blocked scales, one aligned group
 TUNED = "tuned"  # the folder of what was measured
+CASES = {-1: "rows", -2: "columns"}  # names in it, by axis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +74,9 @@ class StreamTile:
 
 
 def quantize_tile(
-  axes: tuple[int, ...], width: int, itemsize: int
+  axes: tuple[int, ...], width: int, itemsize: int, device_kind: str = ""
 ) -> StreamTile:
-  """The default tile of the quantize kernel.
+  """The tile of the quantize kernel: measured on this GPU, or the default.
 
   Measured on an H200 at 131072 x 7168: one CTA an SM and wide tiles are best,
   because memory then sees few and long rows; both directions at once leave no
@@ -85,7 +86,12 @@ def quantize_tile(
     axes: Axes that it quantizes along, -1, -2 or both.
     width: Columns of the array.
     itemsize: Bytes of an input element, 2 or 4.
+    device_kind: As JAX names the GPU, for what was measured on it.
   """
+  case = "both" if len(axes) > 1 else CASES[axes[0]]
+  found = tuned("quantize", device_kind, case, width)
+  if found is not None and itemsize == 2:
+    return StreamTile(**found)
   if len(axes) > 1 or width < WIDE or itemsize > 2:
     return StreamTile(columns=128, ctas_per_sm=1)
   if axes == (-1,):
@@ -93,8 +99,11 @@ def quantize_tile(
   return StreamTile(columns=256, ctas_per_sm=1, warpgroups=2, buffers=2)
 
 
-def dequantize_tile(axis: int, width: int) -> StreamTile:
-  """The default tile of the dequantize kernel; see `quantize_tile`."""
+def dequantize_tile(axis: int, width: int, device_kind: str = "") -> StreamTile:
+  """The tile of the dequantize kernel; see `quantize_tile`."""
+  found = tuned("dequantize", device_kind, CASES[axis], width)
+  if found is not None:
+    return StreamTile(**found)
   if width < WIDE:
     return StreamTile(columns=128, ctas_per_sm=1, buffers=2)
   warpgroups = 1 if axis == -1 else 2
@@ -125,7 +134,7 @@ def tuned_entries(device_kind: str) -> tuple[dict[str, Any], ...]:
 def tuned(
   kernel: str, device_kind: str, case: str, width: int
 ) -> dict[str, Any] | None:
-  """The schedule measured as best, as keyword arguments of its dataclass.
+  """The tile measured as best, as keyword arguments of its dataclass.
 
   Args:
     kernel: Name of the kernel's module.
@@ -145,4 +154,4 @@ def tuned(
   ]
   if not found:
     return None
-  return dict(max(found, key=lambda entry: entry["width"])["schedule"])
+  return dict(max(found, key=lambda entry: entry["width"])["tile"])

@@ -7,7 +7,7 @@ Bytes are those of all inputs, read once, and all results, written once:
     quantize     rows 2 + 1.03, both directions 2 + 2.06 an element of x
     dequantize   1.03 + 2
     swiglu       forward 4 + 2.06, backward 6 + 4.13 an element of F
-    permute      1.03 + 1.03
+    permute      1.03 + 1.03, as requantize
 
 Not here: times (`timing`), tables (`experiments.bench`), tiles (`autotune`).
 """
@@ -28,6 +28,7 @@ from pallas_kernels import (
   permute,
   quantize,
   reference,
+  requantize,
   swiglu,
   timing,
 )
@@ -130,8 +131,8 @@ def quantize_workloads(rows: int, width: int) -> list[Workload]:
 
   def both(name, meaning=both_meaning, options=None, **more):
     run = functools.partial(quantize.quantize_both, **options or {})
-    found = dict(variant=name, make=make, run=run, meaning=meaning)
-    return Workload(**common | found | more)
+    found: dict[str, Any] = dict(variant=name, make=make, run=run)
+    return Workload(meaning=meaning, **common | found | more)
 
   linear = ("linear", "linear")
   return [
@@ -249,7 +250,7 @@ def swiglu_workloads(rows: int, width: int) -> list[Workload]:
 
 
 def permute_workloads(rows: int, width: int) -> list[Workload]:
-  """Rows in random order: arrays, packed rows, and packing; bf16 rows."""
+  """Rows in random order, plain, packed, in bf16; requantize beside them."""
   common: dict[str, Any] = dict(kernel="permute", rows=rows, width=width)
 
   def source():
@@ -263,7 +264,7 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
     return jax.random.uniform(jax.random.key(1), (rows,), jnp.float32)
 
   def permute_meaning(x, index):
-    return reference.take_rows(x, index).with_layout("blocked")
+    return reference.take_mx_rows(x, index).with_layout("blocked")
 
   def wire_run(wire, index, **schedule):
     return permute.permute_wire(wire, index, width, **schedule)
@@ -289,8 +290,7 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
   return [
     Workload(
       variant="arrays", make=lambda: (arrays(), source()),
-      run=permute.permute, meaning=permute_meaning, bar=0.80, tuned="rows",
-      **common,
+      run=permute.permute, meaning=permute_meaning, bar=0.80, **common,
     ),
     Workload(
       variant="packed rows",
@@ -305,6 +305,13 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
       variant="bf16, then quantize both",
       make=lambda: (_normal(0, (rows, width)), source()),
       run=permute.gather_quantize, meaning=both_meaning, **common,
+    ),
+    Workload(
+      variant="rows to columns",
+      make=lambda: (arrays().with_layout("blocked"),),
+      run=functools.partial(requantize.requantize, layout="blocked"),
+      meaning=lambda x: reference.requantize(x, -2, layout="blocked"),
+      kernel="requantize", rows=rows, width=width,
     ),
   ]  # fmt: skip
 
