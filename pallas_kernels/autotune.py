@@ -119,24 +119,23 @@ def best(timed: Iterable[tuple[Tile, float]]) -> tuple[Tile, float]:
 def tune(workload: Workload) -> dict[str, Any]:
   """Times every tile of a workload; returns its entry in the table."""
   arguments = jax.block_until_ready(jax.jit(workload.make)())
-
-  def function(tile: Tile) -> Any:
-    return jax.jit(functools.partial(workload.run, tile=tile))
-
   timed: list[tuple[Tile, float]] = []
+  functions = {}
   for tile in choices(workload):
+    function = jax.jit(functools.partial(workload.run, tile=tile))
     try:
-      time = timing.time_function(function(tile), arguments, **GLANCE)
+      time = timing.time_function(function, arguments, **GLANCE)
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
       print(f"{workload.name}: {tile.name}: {str(e)[:200]}", flush=True)
       continue
+    functions[tile] = function
     timed.append((tile, time.median_us))
     print(f"{workload.name}: {tile.name}: {time.median_us:.1f} us", flush=True)
-  ahead = sorted(timed, key=lambda x: x[1])[:FINALISTS]
+  times = sorted(microseconds for _, microseconds in timed)
+  ahead = [t for t, us in timed if us <= times[:FINALISTS][-1]]
   again = [
-    (tile, timing.time_function(function(tile), arguments).median_us)
-    for tile, _ in timed
-    if tile in [t for t, _ in ahead]
+    (tile, timing.time_function(functions[tile], arguments).median_us)
+    for tile in ahead
   ]
   tile, microseconds = best(again)
   print(

@@ -88,7 +88,7 @@ def quantize_tile(
     itemsize: Bytes of an input element, 2 or 4.
     device_kind: As JAX names the GPU, for what was measured on it.
   """
-  case = "both" if len(axes) > 1 else CASES[axes[0]]
+  case = "both" if len(axes) > 1 else CASES[max(axes)]
   found = tuned("quantize", device_kind, case, width)
   if found is not None and itemsize == 2:
     return StreamTile(**found)
