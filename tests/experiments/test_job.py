@@ -116,3 +116,10 @@ def test_an_unreadable_experiment_is_said(tmp_path):
   (tmp_path / "experiment.json").write_text("{")
   with pytest.raises(ValueError, match=r"experiment\.json cannot be read"):
     run(tmp_path)
+
+
+def test_a_backend_that_cannot_run_here_is_refused_before_any_file(tmp_path):
+  model = dataclasses.replace(shrunken.MODEL, backend="mosaic")
+  with pytest.raises(NotImplementedError, match="mosaic"):
+    run(tmp_path / "out", model=model)
+  assert not (tmp_path / "out").exists()

@@ -110,3 +110,10 @@ def test_expert_leaves_and_their_moments_lie_on_the_expert_axis(program):
   experts = {f"blocks.0.moe.{name}.value" for name in ("gate_up", "down")}
   where = ("params.", "optimizer.1.0.mu.", "optimizer.1.0.nu.")
   assert split == {start + name for start in where for name in experts}
+
+
+def test_fsdp_splits_expert_weights_over_data_too(program):
+  mesh = train.make_mesh(experiment_lib.MeshConfig(data=2, expert=2))
+  placed = train.state_shardings(program.initialise(), mesh, fsdp=True)
+  specs = {tuple(leaf.spec) for leaf in jax.tree.leaves(placed)}
+  assert specs == {(), ("expert", "data")}
