@@ -115,6 +115,7 @@ class _Heard(dict[str, list[backend_lib.Choice]]):
   """Choices by operation, in the order of the calls."""
 
   def listen(self, name: str, choice: backend_lib.Choice) -> None:
+    """Takes down the choice of one call; for `backend.select`."""
     self.setdefault(name, []).append(choice)
 
 
