@@ -77,48 +77,50 @@ def test_integers_and_quantized_weights_get_no_gradient(params):
     assert scale.dtype == jax.dtypes.float0
 
 
-@pytest.mark.parametrize(
-  "policy",
-  [
-    None,
-    jax.checkpoint_policies.save_only_these_names("moe_rows", "moe_pre"),
-  ],
-)
-def test_remat_changes_no_bit(params, gradients, policy):
+def test_remat_changes_no_bit(params, gradients):
+  """By the names of the residuals; without names it is a field case."""
+  policy = jax.checkpoint_policies.save_only_these_names("moe_rows", "moe_pre")
   remat = jax.checkpoint(loss, policy=policy)
   again = jax.jit(jax.grad(remat, (0, 1)))(inputs(), params)
   chex.assert_trees_all_equal(again, gradients)
 
 
+def block(x, params):
+  """A layer with its residual connection."""
+  y, stats = moe(x, params, CONFIG)
+  return x + y, stats.load
+
+
 def test_scan_over_layers_equals_the_loop():
-  stack = [layers.params(CONFIG)]
-  stack.append(jax.tree.map(lambda w: w[::-1], stack[0]))
+  """The loop runs one compiled layer twice, forward and backward."""
+  first = layers.params(CONFIG)
+  stack = [first, jax.tree.map(lambda w: w[::-1], first)]
   stacked = jax.tree.map(lambda *w: jnp.stack(w), *stack)
 
-  def block(x, params):
-    y, stats = moe(x, params, CONFIG)
-    return x + y, stats.load
+  @jax.jit
+  def scanned(x, stacked, dh):
+    h, pull, load = jax.vjp(
+      lambda s: lax.scan(block, x, s), stacked, has_aux=True
+    )
+    return h, load, pull(dh)[0]
 
   @jax.jit
-  def scanned(x, stacked):
-    return jax.value_and_grad(
-      lambda s: lax.scan(block, x, s)[0].astype(jnp.float32).sum()
-    )(stacked)
+  def one(x, params, dh):
+    h, pull, load = jax.vjp(block, x, params, has_aux=True)
+    return h, load, *pull(dh)
 
-  @jax.jit
-  def looped(x, stacked):
-    def run(stacked):
-      h = x
-      for i in range(2):
-        one = jax.tree.map(functools.partial(lambda i, w: w[i], i), stacked)
-        # Without it XLA keeps h in float32 across layers, where scan rounds.
-        h = lax.optimization_barrier(block(h, one)[0])
-      return h.astype(jnp.float32).sum()
-
-    return jax.value_and_grad(run)(stacked)
-
-  x = inputs()
-  chex.assert_trees_all_equal(scanned(x, stacked), looped(x, stacked))
+  x, dh = inputs(), inputs("dh")
+  between, load0, *_ = one(x, stack[0], dh)
+  h, load1, dbetween, grads1 = one(between, stack[1], dh)
+  *_, grads0 = one(x, stack[0], dbetween)
+  want = (
+    h,
+    *(
+      jax.tree.map(lambda *a: jnp.stack(a), *pair)
+      for pair in ((load0, load1), (grads0, grads1))
+    ),
+  )
+  chex.assert_trees_all_equal(scanned(x, stacked, dh), want)
 
 
 def test_donated_arguments_give_the_same_bits(params, gradients):
