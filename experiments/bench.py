@@ -36,7 +36,6 @@ import rich.table
 from pallas_kernels import timing, workloads
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "torch")
-REFERENCE_SECONDS = 0.005  # a sample of the reference: it is slow anyway
 
 Workload = workloads.Workload
 Timing = timing.Timing
@@ -130,9 +129,8 @@ def run_case(
   kernel = jax.jit(functools.partial(workload.run, **schedule))
   meaning = jax.jit(workload.meaning)
   equal, error = compare(kernel(*arguments), meaning(*arguments))
-  time = timing.time_function(kernel, arguments, samples=samples)
-  reference = timing.time_function(
-    meaning, arguments, samples=samples, sample_seconds=REFERENCE_SECONDS
+  time, reference = timing.measure_in_turn(
+    [timing.rotation(f, arguments) for f in (kernel, meaning)], samples=samples
   )
   rate = time.rate(workload.bytes())
   return Case(
@@ -220,7 +218,11 @@ def origin(arguments: Sequence[str]) -> dict[str, Any]:
       versions[name] = importlib.metadata.version(name)
   first = jax.devices()[0]
   device = {"platform": first.platform, "kind": first.device_kind}
-  command = " ".join(["python -m experiments.bench", *arguments])
+  words = list(arguments)
+  if "--json" in words:  # where the file went is nobody's concern
+    at = words.index("--json")
+    words = words[:at] + words[at + 2 :]
+  command = " ".join(["python -m experiments.bench", *words])
   return {"command": command, "device": device, "versions": versions}
 
 

@@ -4,8 +4,9 @@
 
 Writes ``tuned/<device>.json`` beside this file: for each workload that has a
 name in the table (`workloads.Workload.tuned`), the tile with the least median
-time, that time, and the times of the others. Every tile is timed at a glance,
-the best few again in full. `tiles.tuned` reads the table.
+time, that time, and the times of the others. Every tile is checked, to the bit
+against the first one, and timed at a glance; the best few are timed again, in
+turn. `tiles.tuned` reads the table.
 
 Only what was measured is in the table; a GPU without a table uses the defaults
 of each kernel. Needs the GPU that it tunes for. The ring of the permute kernel
@@ -15,7 +16,7 @@ is not tuned: on an H200 ten sizes of it lay within 4 %.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import functools
 import itertools
@@ -26,8 +27,9 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels import swiglu_kernel, tiles, timing, workloads
+from pallas_kernels import swiglu, tiles, timing, workloads
 
 MARGIN = 0.005  # of the time: below it the order of two tiles is noise
 FINALISTS = 4  # tiles that are timed a second time, in full
@@ -38,7 +40,7 @@ SMEM_BYTES = 227 * 1024  # of an SM, for all its CTAs; Hopper and Blackwell
 SCALE_BYTES = 3072  # kept free for scales and barriers of a CTA
 
 StreamTile = tiles.StreamTile
-SwigluTile = swiglu_kernel.SwigluTile
+SwigluTile = swiglu.SwigluTile
 Workload = workloads.Workload
 Tile = StreamTile | SwigluTile
 KERNELS = ("quantize", "dequantize", "swiglu")
@@ -116,28 +118,63 @@ def best(timed: Iterable[tuple[Tile, float]]) -> tuple[Tile, float]:
   return next(x for x in found if x[1] * (1 - MARGIN) <= least)
 
 
-def tune(workload: Workload) -> dict[str, Any]:
-  """Times every tile of a workload; returns its entry in the table."""
-  arguments = jax.block_until_ready(jax.jit(workload.make)())
-  timed: list[tuple[Tile, float]] = []
-  functions = {}
-  for tile in choices(workload):
+@jax.jit
+def _equal(got: Any, want: Any) -> jax.Array:
+  """Whether two results hold the same bits, but for float32 sums."""
+  unsigned = {1: jnp.uint8, 2: jnp.uint16}
+  codes = [
+    [
+      x.view(unsigned[x.dtype.itemsize])
+      for x in jax.tree.leaves(tree)
+      if x.dtype != jnp.float32
+    ]
+    for tree in (got, want)
+  ]
+  same = [jnp.all(a == b) for a, b in zip(*codes, strict=True)]
+  return jnp.stack(same).all()
+
+
+def glance(
+  workload: Workload, arguments: tuple[Any, ...], options: Sequence[Tile]
+) -> list[tuple[Tile, Callable[..., Any], float]]:
+  """Tiles that compile, their functions, and what a call of each takes in us.
+
+  Raises:
+    RuntimeError: Two tiles give different results.
+  """
+  found, first = [], None
+  for tile in options:
     function = jax.jit(functools.partial(workload.run, tile=tile))
     try:
-      time = timing.time_function(function, arguments, **GLANCE)
+      result = jax.block_until_ready(function(*arguments))
     except (ValueError, NotImplementedError, jax.errors.JaxRuntimeError) as e:
       print(f"{workload.name}: {tile.name}: {str(e)[:200]}", flush=True)
       continue
-    functions[tile] = function
-    timed.append((tile, time.median_us))
+    first = result if first is None else first
+    if not _equal(result, first):
+      raise RuntimeError(
+        f"autotune: {workload.name}: tile {tile.name} gives other results than "
+        f"{found[0][0].name}; one of them is wrong. Run experiments.bench."
+      )
+    time = timing.time_function(function, arguments, **GLANCE)
+    found.append((tile, function, time.median_us))
     print(f"{workload.name}: {tile.name}: {time.median_us:.1f} us", flush=True)
-  times = sorted(microseconds for _, microseconds in timed)
-  ahead = [t for t, us in timed if us <= times[:FINALISTS][-1]]
-  again = [
-    (tile, timing.time_function(functions[tile], arguments).median_us)
-    for tile in ahead
+  return found
+
+
+def tune(workload: Workload) -> dict[str, Any]:
+  """Times every tile of a workload; returns its entry in the table."""
+  arguments = jax.block_until_ready(jax.jit(workload.make)())
+  timed = glance(workload, arguments, choices(workload))
+  limit = sorted(us for _, _, us in timed)[:FINALISTS][-1]
+  ahead = [(tile, function) for tile, function, us in timed if us <= limit]
+  again = timing.measure_in_turn(
+    [timing.rotation(function, arguments) for _, function in ahead]
+  )
+  final = [
+    (tile, time.median_us) for (tile, _), time in zip(ahead, again, strict=True)
   ]
-  tile, microseconds = best(again)
+  tile, microseconds = best(final)
   print(
     f"{workload.name}: chose {tile.name}: {microseconds:.1f} us", flush=True
   )
@@ -150,8 +187,8 @@ def tune(workload: Workload) -> dict[str, Any]:
     "name": tile.name,
     "microseconds": round(microseconds, 1),
     "gigabytes_per_second": round(workload.bytes() / microseconds / 1e3),
-    "finalists": {t.name: round(us, 1) for t, us in again},
-    "glanced_at": {t.name: round(us, 1) for t, us in timed},
+    "finalists": {t.name: round(us, 1) for t, us in final},
+    "glanced_at": {t.name: round(us, 1) for t, _, us in timed},
   }
 
 

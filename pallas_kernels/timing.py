@@ -12,7 +12,7 @@ Data that fits the level-2 cache is timed on several copies of it in turn
 that was found in the same process (`copies`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import itertools
 import math
@@ -56,21 +56,29 @@ class Timing:
     return nbytes / self.median_us / 1e3
 
 
-def measure(
-  call: Callable[[], Any],
+def measure(call: Callable[[], Any], **options: Any) -> Timing:
+  """Times one call; `measure_in_turn` has the options."""
+  return measure_in_turn([call], **options)[0]
+
+
+def measure_in_turn(
+  calls: Sequence[Callable[[], Any]],
   *,
   wait: Callable[[Any], Any] = jax.block_until_ready,
   samples: int = SAMPLES,
   sample_seconds: float = SAMPLE_SECONDS,
   clock: Callable[[], float] = time.perf_counter,
-) -> Timing:
-  """Times a call that enqueues device work and returns at once.
+) -> list[Timing]:
+  """Times calls that enqueue device work and return at once.
+
+  A sample of each is taken in turn, so that a GPU that grows warm or slow does
+  so for all of them.
 
   Args:
-    call: Does it; what it returns goes to ``wait``. Results of earlier calls
-      are dropped.
+    calls: Each does its work; what it returns goes to ``wait``. Results of
+      earlier calls are dropped.
     wait: Waits for the work behind a result, and for all before it.
-    samples: Batches, at least 2.
+    samples: Batches of each call, at least 2.
     sample_seconds: How long a batch lasts, about.
     clock: Seconds.
 
@@ -80,21 +88,31 @@ def measure(
   if samples < 2:
     raise ValueError(f"timing: samples must be at least 2; got {samples}.")
 
-  def batch(calls: int) -> float:
+  def batch(call: Callable[[], Any], count: int) -> float:
     result, start = None, clock()
-    for _ in range(calls):
+    for _ in range(count):
       result = call()
     wait(result)
-    return (clock() - start) / calls
+    return (clock() - start) / count
 
-  batch(2)  # compiles, loads, and lets clocks rise
-  once = max(batch(3), 1e-9)
-  calls = min(MAX_CALLS, max(1, math.ceil(sample_seconds / once)))
-  batch(calls)
-  found = [1e6 * batch(calls) for _ in range(samples)]
+  counts = []
+  for call in calls:
+    batch(call, 2)  # compiles, loads, and lets clocks rise
+    once = max(batch(call, 3), 1e-9)
+    counts.append(min(MAX_CALLS, max(1, math.ceil(sample_seconds / once))))
+    batch(call, counts[-1])
+  pairs = list(zip(calls, counts, strict=True))
+  rounds = [[1e6 * batch(*pair) for pair in pairs] for _ in range(samples)]
+  return [
+    _summary(found, count)
+    for found, count in zip(zip(*rounds, strict=True), counts, strict=True)
+  ]
+
+
+def _summary(found: Sequence[float], calls: int) -> Timing:
   low, median, high = statistics.quantiles(found, n=4, method="inclusive")
   return Timing(
-    median_us=median, low_us=low, high_us=high, samples=samples, calls=calls
+    median_us=median, low_us=low, high_us=high, samples=len(found), calls=calls
   )
 
 
@@ -125,7 +143,7 @@ def rotation(
 def time_function(
   function: Callable[..., Any], arguments: tuple[Any, ...], **options: Any
 ) -> Timing:
-  """`measure` of a jitted function; ``options`` are those of `measure`."""
+  """`measure` of a jitted function, with its ``options``."""
   return measure(rotation(function, arguments), **options)
 
 
@@ -137,7 +155,7 @@ def copies(
   Args:
     size: Bytes, each read once and written once; a multiple of 8192.
     bulk: Include our own kernel, which needs Hopper or newer.
-    **options: Of `measure`.
+    **options: Of `measure_in_turn`.
 
   Returns:
     "XLA copy": ``jnp.copy``, for which XLA asks the driver. "XLA elementwise":

@@ -90,7 +90,7 @@ def test_kernels_come_at_their_shapes_or_at_the_one_given():
 
 
 def test_the_origin_names_command_device_and_versions():
-  found = bench.origin(["quantize", "--rows", "256"])
+  found = bench.origin(["quantize", "--json", "a/b.json", "--rows", "256"])
   assert found["command"] == "python -m experiments.bench quantize --rows 256"
   assert found["device"]["platform"] == "cpu"
   assert found["versions"]["jax"]

@@ -6,9 +6,10 @@ import json
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import autotune, swiglu_kernel, tiles, workloads
+from pallas_kernels import autotune, swiglu, tiles, timing, workloads
 
 TABLES = sorted(
   (pathlib.Path(autotune.__file__).parent / tiles.TUNED).glob("*.json")
@@ -21,7 +22,7 @@ SUBJECTS = [
 
 def as_tile(kernel, fields):
   """The dataclass of an entry of a table."""
-  kind = swiglu_kernel.SwigluTile if kernel == "swiglu" else tiles.StreamTile
+  kind = swiglu.SwigluTile if kernel == "swiglu" else tiles.StreamTile
   return kind(**fields)
 
 
@@ -65,6 +66,41 @@ def test_tiles_fit_in_shared_memory():
       each = read * tile.stages + written * tile.buffers
       smem = tiles.TILE_ROWS * tile.columns * each * tile.ctas_per_sm
       assert smem < autotune.SMEM_BYTES
+
+
+def stub(results):
+  """A workload whose kernel gives a result by the stages of its tile."""
+  return dataclasses.replace(
+    workloads.quantize_workloads(1024, 512)[0],
+    make=lambda: (jnp.zeros(8, jnp.bfloat16),),
+    run=lambda x, tile: x + results[tile.stages],
+  )
+
+
+def test_tiles_are_timed_if_they_agree(monkeypatch):
+  monkeypatch.setattr(timing, "CACHE_BYTES", 64)
+  options = [tiles.StreamTile(stages=n) for n in (1, 2)]
+  arguments = stub({}).make()
+  found = autotune.glance(stub({1: 0.5, 2: 0.5}), arguments, options)
+  assert [tile for tile, _, _ in found] == options
+  assert all(us > 0 for _, _, us in found)
+  with pytest.raises(RuntimeError, match="s2 c2 w1 b1 gives other results"):
+    autotune.glance(stub({1: 0.5, 2: 0.25}), arguments, options)
+
+
+def test_a_tile_that_does_not_compile_is_left_out(monkeypatch, capsys):
+  monkeypatch.setattr(timing, "CACHE_BYTES", 64)
+  options = [tiles.StreamTile(stages=n) for n in (1, 2)]
+
+  def run(x, tile):
+    if tile.stages == 1:
+      raise ValueError("exceeds available shared memory")
+    return x
+
+  workload = dataclasses.replace(stub({}), run=run)
+  found = autotune.glance(workload, workload.make(), options)
+  assert [tile for tile, _, _ in found] == options[1:]
+  assert "exceeds available shared memory" in capsys.readouterr().out
 
 
 def test_a_tile_must_win_by_a_margin():

@@ -58,6 +58,28 @@ def test_quartiles_hold_the_spread():
   assert seconds == pytest.approx((2, 3, 4))
 
 
+def test_calls_take_turns():
+  device, order = FakeDevice([0.002]), []
+
+  def named(name):
+    def call():
+      order.append(name)
+      device.call()
+
+    return call
+
+  found = timing.measure_in_turn(
+    [named("a"), named("b")],
+    wait=device.wait,
+    clock=device.clock,
+    samples=3,
+    sample_seconds=0.002,
+  )
+  assert [timed.calls for timed in found] == [1, 1]
+  assert order[-6:] == ["a", "b"] * 3
+  assert [timed.median_us for timed in found] == pytest.approx([2000, 2000])
+
+
 def test_one_sample_is_refused():
   with pytest.raises(ValueError, match="samples must be at least 2; got 1"):
     timing.measure(lambda: None, samples=1)
