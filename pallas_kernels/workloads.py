@@ -87,6 +87,27 @@ def layout(rows: int, pattern: str = "even") -> groups.GroupLayout:
   )
 
 
+def _both(x, scales=("blocked", "blocked")):
+  return tuple(
+    reference.quantize(x, axis, layout=s)
+    for axis, s in zip((-1, -2), scales, strict=True)
+  )
+
+
+def _both_of_groups(x, tile_rows):
+  inside = jnp.arange(groups.ROW_ALIGN) < tile_rows[:, None]
+  return _both(jnp.where(inside.reshape(-1, 1), x, 0))
+
+
+def _both_transposed(x):
+  turned = reference.quantize(x.T, -1, layout="blocked")
+  return reference.quantize(x, -1, layout="blocked"), turned
+
+
+def _run_groups(x, tile_rows, **schedule):
+  return quantize.quantize_both(x, tile_rows=tile_rows, **schedule)
+
+
 def quantize_workloads(rows: int, width: int) -> list[Workload]:
   """One direction in each layout, both, with and without groups."""
   common: dict[str, Any] = dict(kernel="quantize", rows=rows, width=width)
@@ -110,26 +131,7 @@ def quantize_workloads(rows: int, width: int) -> list[Workload]:
       **common | more,
     )
 
-  def both_meaning(x, scales=("blocked", "blocked")):
-    return tuple(
-      reference.quantize(x, axis, layout=s)
-      for axis, s in zip((-1, -2), scales, strict=True)
-    )
-
-  def masked_meaning(x, tile_rows):
-    inside = jnp.arange(groups.ROW_ALIGN) < tile_rows[:, None]
-    return both_meaning(jnp.where(inside.reshape(-1, 1), x, 0))
-
-  def turned_meaning(x):
-    return (
-      reference.quantize(x, -1, layout="blocked"),
-      reference.quantize(x.T, -1, layout="blocked"),
-    )
-
-  def run_groups(x, tile_rows, **schedule):
-    return quantize.quantize_both(x, tile_rows=tile_rows, **schedule)
-
-  def both(name, meaning=both_meaning, options=None, **more):
+  def both(name, meaning=_both, options=None, **more):
     run = functools.partial(quantize.quantize_both, **options or {})
     found: dict[str, Any] = dict(variant=name, make=make, run=run)
     return Workload(meaning=meaning, **common | found | more)
@@ -143,15 +145,15 @@ def quantize_workloads(rows: int, width: int) -> list[Workload]:
     both("both blocked", bar=0.85, tuned="both"),
     both(
       "both linear",
-      functools.partial(both_meaning, scales=linear),
+      functools.partial(_both, scales=linear),
       options=dict(layouts=linear),
       bar=0.85,
     ),
     both(
-      "both of groups", masked_meaning, make=make_groups, run=run_groups,
+      "both of groups", _both_of_groups, make=make_groups, run=_run_groups,
       bar=0.85,
     ),
-    both("both transposed", turned_meaning, options=dict(transposed=True)),
+    both("both transposed", _both_transposed, options=dict(transposed=True)),
   ]  # fmt: skip
 
 
@@ -249,6 +251,18 @@ def swiglu_workloads(rows: int, width: int) -> list[Workload]:
   ]  # fmt: skip
 
 
+def _unpacked(wire, index, *, width):
+  taken, end = groups.take_rows(wire, index), width + width // mxfp8.BLOCK
+  data = jax.lax.bitcast_convert_type(taken[:, :width], mxfp8.E4M3)
+  weight = jax.lax.bitcast_convert_type(taken[:, end : end + 4], jnp.float32)
+  scaled = mxfp8.MxArray(data, taken[:, width:end])
+  return scaled.with_layout("blocked"), weight
+
+
+def _taken_both(x, index):
+  return _both(groups.take_rows(x, index))
+
+
 def permute_workloads(rows: int, width: int) -> list[Workload]:
   """Rows in random order, plain, packed, in bf16; requantize beside them."""
   common: dict[str, Any] = dict(kernel="permute", rows=rows, width=width)
@@ -269,23 +283,8 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
   def wire_run(wire, index, **schedule):
     return permute.permute_wire(wire, index, width, **schedule)
 
-  def wire_meaning(wire, index):
-    taken = groups.take_rows(wire, index)
-    blocks, end = width // mxfp8.BLOCK, width + width // mxfp8.BLOCK
-    data = jax.lax.bitcast_convert_type(taken[:, :width], mxfp8.E4M3)
-    scale, tail = taken[:, width:end], taken[:, end : end + 4]
-    assert scale.shape[1] == blocks
-    weight = jax.lax.bitcast_convert_type(tail, jnp.float32)
-    return mxfp8.MxArray(data, scale).with_layout("blocked"), weight
-
   def pack_make():
     return arrays(), jnp.maximum(source(), 0), weights()
-
-  def both_meaning(x, index):
-    taken = groups.take_rows(x, index)
-    return tuple(
-      reference.quantize(taken, axis, layout="blocked") for axis in (-1, -2)
-    )
 
   return [
     Workload(
@@ -295,7 +294,7 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
     Workload(
       variant="packed rows",
       make=lambda: (reference.pack(*pack_make()), source()), run=wire_run,
-      meaning=wire_meaning, bar=0.80, **common,
+      meaning=functools.partial(_unpacked, width=width), bar=0.80, **common,
     ),
     Workload(
       variant="pack", make=pack_make, run=permute.pack, meaning=reference.pack,
@@ -304,7 +303,7 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
     Workload(
       variant="bf16, then quantize both",
       make=lambda: (_normal(0, (rows, width)), source()),
-      run=permute.gather_quantize, meaning=both_meaning, **common,
+      run=permute.gather_quantize, meaning=_taken_both, **common,
     ),
     Workload(
       variant="rows to columns",

@@ -148,7 +148,7 @@ def test_a_table_holds_what_was_measured(path):
   assert path.name == tiles.tuned_file(table["device"])
   for found in table["entries"]:
     finalists = found["finalists"]
-    assert len(found["glanced_at"]) > len(finalists) > 1
+    assert len(found["glanced_at"]) >= len(finalists) > 1
     assert found["microseconds"] == finalists[found["name"]]
     least = min(finalists.values())
     assert found["microseconds"] * (1 - autotune.MARGIN) <= least + 0.1
