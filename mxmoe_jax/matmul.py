@@ -296,6 +296,7 @@ def _check_matmul(lhs, rhs, group_sizes, recipe: Recipe) -> None:
         "grouped_matmul: lhs must be [M, K] and rhs [G, K, N] with one K; got"
         f" lhs{tuple(lhs.shape)} and rhs{tuple(rhs.shape)}.")
   _check_blocks(lhs, rhs)
+  _check_shardings(lhs, rhs)
   if not jnp.issubdtype(jnp.result_type(group_sizes), jnp.integer):
     raise TypeError(
         "grouped_matmul: group_sizes must be integers (int32); got"
@@ -310,8 +311,8 @@ def _check_matmul(lhs, rhs, group_sizes, recipe: Recipe) -> None:
     if (sizes < 0).any() or sizes.sum() > lhs.shape[0]:
       raise ValueError(
           "grouped_matmul: group_sizes must not be negative and their sum must"
-          f" not exceed the rows of lhs; got sum {sizes.sum()}, minimum"
-          f" {sizes.min(initial=0)}, for {lhs.shape[0]} rows.")
+          f" not exceed the rows of lhs; got {sizes.tolist()}, sum"
+          f" {sizes.sum()}, for {lhs.shape[0]} rows.")
   for name, axis, width in (("forward", "K", rhs.shape[1]),
                             ("input_grad", "N", rhs.shape[2])):
     if getattr(recipe, name) == "mxfp8" and width % mxfp8.BLOCK:
@@ -319,6 +320,18 @@ def _check_matmul(lhs, rhs, group_sizes, recipe: Recipe) -> None:
           f"grouped_matmul: {axis} must be a multiple of {mxfp8.BLOCK} under"
           f" a recipe with {name}='mxfp8'; got {axis}={width}. Pad it to"
           f" {groups.round_up(width, mxfp8.BLOCK)}, or use {name}='bf16'.")
+
+
+def _check_shardings(*operands) -> None:
+  """Groups cross the shards of an Explicit mesh: the user must say how."""
+  for x in jax.tree.leaves(operands):
+    spec = getattr(jax.typeof(x).sharding, "spec", ())
+    if any(axis is not None for axis in spec):
+      raise NotImplementedError(
+          "grouped_matmul: operands that are split over a mesh with Explicit"
+          f" axes are not partitioned for you; got {tuple(x.shape)} sharded as"
+          f" {spec}. Call it inside jax.shard_map, use a mesh with Auto axes,"
+          " or use MoE, which exchanges rows itself.")
 
 
 def _check_blocks(lhs, rhs) -> None:

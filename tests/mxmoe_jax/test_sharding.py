@@ -101,3 +101,11 @@ def test_module_on_a_mesh_equals_the_module_without():
   want, _ = nnx.jit(lambda m, x: m(x))(alone, x)
   got, _ = jax.block_until_ready(nnx.jit(lambda m, x: m(x))(spread, x))
   assert jnp.array_equal(got, want)
+
+
+def test_grouped_matmul_refuses_operands_split_on_an_explicit_mesh():
+  mesh = meshes.make_mesh(1, 2, explicit=True)
+  with jax.set_mesh(mesh):
+    x = jax.device_put(jnp.ones((64, 32)), NamedSharding(mesh, P("expert")))
+    with pytest.raises(NotImplementedError, match="inside jax.shard_map"):
+      mxmoe_jax.grouped_matmul(x, jnp.ones((2, 32, 32)), jnp.array([32, 32]))
