@@ -255,6 +255,8 @@ def main(argv: Sequence[str] | None = None) -> int:
   parser.add_argument("--keep", type=pathlib.Path, metavar="DIR")
   args = parser.parse_args(argv)
   target = load_target(args.target)
+  require_tools()
+  use_target(target)  # before `kernels`, which takes the tiles measured on it
   return run(target, kernels(target), json_file=args.json, keep=args.keep)
 
 

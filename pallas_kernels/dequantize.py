@@ -295,7 +295,11 @@ def variants(target: str) -> list[mosaic.Variant]:
     for axis in (-1, -2)
     for layout in mxfp8.LAYOUTS
   ]
-  return found + [_variant(a, "linear", mxfp8.E4M3, 160) for a in (-1, -2)]
+  return found + [
+    _variant(axis, "linear", mxfp8.E4M3, width)
+    for width in (160, tiles.TUNED_WIDTH)
+    for axis in (-1, -2)
+  ]
 
 
 def _variant(
@@ -313,7 +317,7 @@ def _variant(
 
   return mosaic.Variant(
     kernel="dequantize",
-    variant=f"{direction} {layout} {jnp.dtype(dtype).name} {tile.name}",
+    variant=f"{direction} {layout} {jnp.dtype(dtype).name} {width} {tile.name}",
     function=function,
     arguments=(
       jax.ShapeDtypeStruct(shape, dtype),

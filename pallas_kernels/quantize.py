@@ -278,6 +278,10 @@ def variants(target: str) -> list[mosaic.Variant]:
     _variant(f"{name} float32", cases[name], x_dtype=jnp.float32)
     for name in ("rows blocked", "columns blocked", "both blocked")
   ]
+  found += [
+    _variant(f"{name} wide", cases[name], width=tiles.TUNED_WIDTH)
+    for name in ("rows blocked", "columns blocked", "both blocked")
+  ]
   return [
     *found,
     _variant("both groups", both, masked=True),

@@ -14,6 +14,7 @@ from typing import Any
 WIDE = 512  # columns from which tiles of 256 waste little at the edge
 TILE_ROWS = 128  # rows of a tile: one atom of blocked scales, one aligned group
 TUNED = "tuned"  # the folder of what was measured
+TUNED_WIDTH = 7168  # columns that quantize and dequantize are tuned at
 CASES = {-1: "rows", -2: "columns"}  # names in it, by axis
 
 

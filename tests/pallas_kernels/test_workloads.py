@@ -1,9 +1,10 @@
 """What is measured: like with like, at named shapes, bytes counted once."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import cases, workloads
+from pallas_kernels import cases, tiles, workloads
 
 
 def all_workloads(rows=1024, width=512):
@@ -46,6 +47,11 @@ def test_every_count_is_of_a_workload():
   assert set(PER_ELEMENT) <= names
 
 
+def test_the_compile_check_knows_the_width_that_is_tuned():
+  for kernel in ("quantize", "dequantize"):
+    assert workloads.shapes(kernel)[0][1] == tiles.TUNED_WIDTH
+
+
 @pytest.mark.parametrize("kernel", workloads.MAKERS)
 def test_shapes_are_named_ones(kernel):
   models = cases.MODELS.values()
@@ -53,3 +59,18 @@ def test_shapes_are_named_ones(kernel):
   for rows, width in workloads.shapes(kernel):
     assert rows in cases.ROWS_PER_DEVICE
     assert width in widths
+
+
+def test_packed_rows_mean_what_plain_rows_do():
+  made = {w.variant: w for w in workloads.permute_workloads(256, 128)}
+  plain, packed, pack = (
+    made[name] for name in ("arrays", "packed rows", "pack")
+  )
+  x, index = plain.make()
+  rows, row, weight = pack.make()
+  got, got_weight = packed.meaning(pack.meaning(rows, row, weight), index)
+  order = jnp.where(index < 0, -1, row[index])  # packed, then taken
+  want = plain.meaning(x, order)
+  for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert (a.view(jnp.uint8) == b.view(jnp.uint8)).all()
+  assert (got_weight == jnp.where(index < 0, 0, weight[index])).all()
