@@ -122,11 +122,11 @@ def _mixture_fwd(static, *primals):
   y, dropped, kept = sharding_lib.run(
       functools.partial(forward, stage_lib.make_stage(*static)), static[1],
       (*[tokens] * 3, local, views), (tokens, P(), tokens), *args)
-  return (y, dropped), (kept, args)
+  return (y, dropped), (kept, primals[1:])  # as given: a scan keeps no copy
 
 
 def _mixture_bwd(static, saved, cotangents):
-  kept, (_, weights, ids, params, quantized) = saved
+  kept, (weights, ids, params, quantized) = saved
   tokens, local, views = sharding_lib.specs(static[1], params)
   dx, dweights, grads = sharding_lib.run(
       functools.partial(backward, stage_lib.make_stage(*static)), static[1],

@@ -123,6 +123,21 @@ def test_scan_over_layers_equals_the_loop():
   chex.assert_trees_all_equal(scanned(x, stacked, dh), want)
 
 
+def test_a_scan_keeps_no_copy_of_the_weights():
+  """Weights kept for the backward pass are those that went in."""
+  params = layers.params(CONFIG)
+  stacked = jax.tree.map(lambda w: jnp.stack([w] * 3), params)
+
+  def deep(stacked, x):
+    return jnp.sum(lax.scan(block, x, stacked)[0].astype(jnp.float32))
+
+  jaxpr = jax.make_jaxpr(jax.grad(deep))(stacked, inputs())
+  forward, _ = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+  made = {v.aval.shape for v in forward.outvars}
+  assert any(len(shape) == 3 for shape in made)
+  assert not made & {stacked[n].shape for n in ("gate_up", "down")}
+
+
 def test_donated_arguments_give_the_same_bits(params, gradients):
   step = jax.jit(jax.grad(loss, (0, 1)), donate_argnums=(0, 1))
   mine = jax.tree.map(jnp.copy, (inputs(), params))
