@@ -41,11 +41,8 @@ def check(x: jax.Array, params: dict[str, jax.Array], config: MoEConfig,
   _check_input(x, config, mask)
   _check_params(params, config)
   _check_bias(balance_bias, config)
-  if quantized is not None and not isinstance(
-      quantized, weights_lib.QuantizedWeights):
-    raise TypeError(
-        "moe: quantized must be made by quantize_weights(params, config);"
-        f" got {type(quantized)}.")
+  if quantized is not None:
+    _check_quantized(quantized, config)
   sharding_lib.check_tokens(x.size // config.d_model, config, sharding)
   if sharding is not None:
     _check_shardings(x, params, sharding)
@@ -94,6 +91,15 @@ def _check_bias(balance_bias: jax.Array | None, config: MoEConfig) -> None:
     raise ValueError(
         f"moe: balance_bias must have shape ({config.num_experts},); got"
         f" {tuple(balance_bias.shape)}.")
+
+
+def _check_quantized(quantized: weights_lib.QuantizedWeights,
+                     config: MoEConfig) -> None:
+  if not isinstance(quantized, weights_lib.QuantizedWeights):
+    raise TypeError(
+        "moe: quantized must be made by quantize_weights(params, config);"
+        f" got {type(quantized)}.")
+  weights_lib.check_quantized(quantized, config)
 
 
 def _check_shardings(x: jax.Array, params: dict[str, jax.Array],

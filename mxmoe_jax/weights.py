@@ -71,7 +71,16 @@ def quantize_weights(params: dict[str, jax.Array], config: MoEConfig, *,
 
   Returns:
     QuantizedWeights; pass it to `moe` or `MoE` beside the master weights.
+
+  Raises:
+    ValueError: params lack the expert weights.
+    NotImplementedError: the backend cannot run there.
   """
+  missing = sorted({"gate_up", "down"} - set(params))
+  if missing:
+    raise ValueError(
+        "quantize_weights: params must hold gate_up [E, d_model, 2, d_ff] and"
+        f" down [E, d_ff, d_model]; missing {missing} in {sorted(params)}.")
   ops = backend_lib.select(config.backend, device)
   gate_up, down = flat_gate_up(params["gate_up"]), params["down"]
   gate_up, down = lax.stop_gradient((gate_up, down))
@@ -84,6 +93,42 @@ def quantize_weights(params: dict[str, jax.Array], config: MoEConfig, *,
       backward = forward if backward is not None else None  # one copy
     views |= {name: forward, f"{name}_grad": backward}
   return QuantizedWeights(**views)
+
+
+def check_quantized(quantized: QuantizedWeights, config: MoEConfig) -> None:
+  """Checks that copies of weights are those of a layer.
+
+  The scale rule leaves no trace in the copies and cannot be checked.
+
+  Raises:
+    ValueError: copies that the recipe reads are missing, or one has another
+      shape, or other blocks.
+  """
+  recipe = config.recipe
+  d, f, e = config.d_model, config.d_ff, config.num_experts
+  for name, shape in (("gate_up", (e, d, 2 * f)), ("down", (e, f, d))):
+    for view, axis, precision in ((name, -2, recipe.forward),
+                                  (f"{name}_grad", -1, recipe.input_grad)):
+      _check_view(view, getattr(quantized, view), shape, axis,
+                  recipe.weight_block if precision == "mxfp8" else None)
+
+
+def _check_view(name: str, mx: MxArray | None, shape: tuple[int, ...],
+                axis: int, block: mxfp8.Block | None) -> None:
+  """Raises ValueError unless mx has these blocks; a block of None: no mx."""
+  if mx is None and block is None:
+    return
+  if mx is None or block is None:
+    raise ValueError(
+        f"moe: quantized.{name} must be {'given' if block else 'None'} under"
+        f" the config's recipe; got {mx!r}. Make it by quantize_weights with"
+        " the same config.")
+  read_along = axis if block == "1x32" else mx.axis  # 32x32: along both
+  if (tuple(mx.shape), mx.block, mx.axis) != (shape, block, read_along):
+    raise ValueError(
+        f"moe: quantized.{name} must have shape {shape} and {block} blocks"
+        f" along axis {axis}; got {mx!r}. Make it by quantize_weights with the"
+        " same config.")
 
 
 def _quantize_weight(w: jax.Array, axis: int, precision: str,

@@ -1,10 +1,19 @@
 """Bad arguments of a layer: each error names the numbers and the way out."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from mxmoe_jax import MoEConfig, arguments, moe
+from mxmoe_jax import (
+  MoEConfig,
+  QuantizedWeights,
+  Recipe,
+  arguments,
+  moe,
+  quantize_weights,
+)
 
 CONFIG = MoEConfig(d_model=64, d_ff=32, num_experts=4, top_k=2)
 
@@ -91,6 +100,46 @@ def test_values(change, text):
 def test_types(change, text):
   with pytest.raises(TypeError, match=text):
     call(**change)
+
+
+def quantized(**changes):
+  """Copies made under another config."""
+  config = dataclasses.replace(CONFIG, **changes)
+  params = {
+    name: jnp.ones(shape)
+    for name, shape in arguments.parameter_shapes(config).items()
+  }
+  return quantize_weights(params, config)
+
+
+def test_quantized_weights_must_be_those_of_the_config():
+  call(quantized=quantized())
+  for other, text in (
+    (quantized(num_experts=8), r"shape \(4, 64, 64\).*got MxArray\(\[8, 64,"),
+    (quantized(d_ff=64), r"shape \(4, 64, 64\).*got MxArray\(\[4, 64, 128\]"),
+    (quantized(recipe=Recipe.bf16()), "quantized.gate_up must be given"),
+    (quantized(recipe=Recipe(weight_block="32x32")), "and 1x32 blocks along"),
+    (
+      QuantizedWeights(
+        gate_up=quantized().gate_up_grad,
+        gate_up_grad=quantized().gate_up,
+        down=quantized().down,
+        down_grad=quantized().down_grad,
+      ),
+      "quantized.gate_up must have .* blocks along axis -2",
+    ),
+  ):
+    with pytest.raises(ValueError, match=text):
+      call(quantized=other)
+  bf16 = dataclasses.replace(CONFIG, recipe=Recipe.bf16())
+  call(config=bf16, quantized=quantized(recipe=Recipe.bf16()))
+  with pytest.raises(ValueError, match="quantized.gate_up must be None"):
+    call(config=bf16, quantized=quantized())
+
+
+def test_quantize_weights_names_what_is_missing():
+  with pytest.raises(ValueError, match=r"missing \['down'\]"):
+    quantize_weights({"gate_up": jnp.ones((4, 64, 2, 32))}, CONFIG)
 
 
 def test_shapes_of_all_parameters():
