@@ -210,11 +210,10 @@ class MoEConfig:
 
   def real_rows(self, tokens: int, ep: int = 1) -> int:
     """Rows, alignment apart, that one device has room for."""
-    worst = ep * min(self.top_k, self.num_experts // ep) / self.top_k
-    factor = worst
-    if self.buffer_factor is not None:
-      factor = min(self.buffer_factor, worst)
-    return int(factor * tokens * self.top_k)
+    worst = ep * min(self.top_k, self.num_experts // ep) * tokens
+    if self.buffer_factor is None:
+      return worst  # an integer throughout: no row is lost to rounding
+    return int(min(self.buffer_factor * tokens * self.top_k, worst))
 
 
 def _check_sizes(c: MoEConfig) -> None:

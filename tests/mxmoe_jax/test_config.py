@@ -143,3 +143,11 @@ def test_public_models_can_be_configured(name):
 def test_real_rows_of_a_buffer(factor, ep, want):
   config = MoEConfig(**SIZES, buffer_factor=factor)
   assert config.real_rows(256, ep) == want
+
+
+def test_dropless_buffers_have_room_for_the_last_row():
+  """64 * 11 / 15 is no binary fraction: the worst case is an integer."""
+  config = MoEConfig(d_model=64, d_ff=32, num_experts=704, top_k=15)
+  assert config.real_rows(1000, 64) == 64 * 11 * 1000
+  limited = dataclasses.replace(config, buffer_factor=float("inf"))
+  assert limited.real_rows(1000, 64) == 64 * 11 * 1000
