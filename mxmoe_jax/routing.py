@@ -59,6 +59,8 @@ def route(x: jax.Array, router: jax.Array, config: MoEConfig, *,
     mask: [T] bool, False for padding tokens; None if there are none.
     balance_bias: [E] float32, added to the scores for the choice only.
   """
+  if mask is not None:  # a NaN in padding must not reach the router's gradient
+    x = jnp.where(mask[:, None], x, 0)
   logits = router_logits(x, router)
   scores = router_scores(logits, config.score)
   experts = choose(lax.stop_gradient(scores), config, balance_bias)

@@ -179,6 +179,19 @@ def test_masked_tokens_are_neither_routed_nor_counted(batch):
     assert float(have) == pytest.approx(float(want), rel=close)
 
 
+def test_garbage_in_masked_tokens_reaches_no_gradient(batch):
+  mask = jnp.arange(TOKENS) % 4 > 0
+  cfg = config(aux_loss_coef=1.0, z_loss_coef=1.0)
+
+  def total(x, router):
+    got = routing.route(x, router, cfg, mask=mask)
+    return jnp.sum(got.weights[:, 0]) + got.aux_loss + got.z_loss
+
+  garbage = jnp.where(mask[:, None], batch[0], jnp.nan)
+  pull = jax.jit(jax.grad(total, (0, 1)))
+  chex.assert_trees_all_equal(pull(garbage, batch[1]), pull(*batch))
+
+
 def test_no_token_at_all_gives_finite_losses(batch):
   cfg = config(aux_loss_coef=1.0, z_loss_coef=1.0)
   nothing = jnp.zeros(TOKENS, bool)
