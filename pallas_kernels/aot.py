@@ -35,7 +35,15 @@ import time
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels import aot_listing, dequantize, mosaic, quantize
+from pallas_kernels import (
+  aot_listing,
+  dequantize,
+  mosaic,
+  permute,
+  quantize,
+  requantize,
+  swiglu,
+)
 
 TMEM_COLUMNS = 512  # per SM, PTX ISA, tcgen05.alloc
 SMEM_RESERVED = 1024  # bytes per CTA that the driver keeps, CUDA guide 7.4
@@ -98,7 +106,7 @@ def load_target(name: str) -> Target:
 
 def kernels(target: Target) -> list[mosaic.Variant]:
   """Every kernel in every tile choice that the library can select."""
-  modules = (quantize, dequantize)
+  modules = (quantize, dequantize, requantize, swiglu, permute)
   return [v for module in modules for v in module.variants(target.name)]
 
 

@@ -20,131 +20,27 @@ memory bandwidth: 2.06 bytes an element.
 Widths are multiples of 128 (bulk copies of 128 bytes, whole atoms).
 """
 
-import functools
-import math
 from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import (
   groups,
   mosaic,
   mxfp8,
+  permute_call,
   permute_kernel,
   quantize,
-  stream,
+  tiles,
 )
-from pallas_kernels.tiles import TILE_ROWS
 
 MxArray = mxfp8.MxArray
 Piece = permute_kernel.Piece
 
-BULK = 128  # bytes: Mosaic's bulk copies are multiples of it
-SLOT_BYTES = 32768  # bytes of a ring slot, about
-STAGES = 3
-CTAS_PER_SM = 2
-SCALE_CTAS_PER_SM = 4
-WEIGHT_BYTES = 4
-
-
-def _refuse(what: str) -> NotImplementedError:
-  return NotImplementedError(f'permute kernel: {what}. Use backend="xla".')
-
-
-def _gather(
-  rows: int, sources, pieces, index: jax.Array, slot_bytes, stages, interpret
-) -> jax.Array:
-  """Calls `permute_kernel.gather_rows`.
-
-  Raises:
-    NotImplementedError: A width or a start is no multiple of 128 bytes, a
-      source is empty, or a row is longer than a ring slot may be.
-  """
-  dtype = sources[0].dtype
-  size = jnp.dtype(dtype).itemsize
-  length = sum(p.width for p in pieces) * size
-  for piece in pieces:
-    if piece.width * size % BULK or piece.start * size % BULK:
-      raise _refuse(
-        f"rows are copied in multiples of {BULK} bytes; got {piece.width} "
-        f"columns of {size} bytes from column {piece.start}"
-      )
-  if not rows or any(0 in s.shape for s in sources):
-    raise _refuse(f"no rows: {rows} of {[s.shape for s in sources]}")
-  if length * stages > 220_000:
-    raise _refuse(f"{stages} rows of {length} bytes exceed shared memory")
-  batch = math.gcd(rows, 2 ** max(0, int(math.log2(slot_bytes / length))))
-  problem = permute_kernel.Rows(
-    rows=rows, pieces=pieces, dtype=dtype, batch=batch, stages=stages
-  )
-  per_sm = max(1, min(CTAS_PER_SM, 220_000 // (batch * length * stages)))
-  ctas = stream.cta_count(rows // batch, per_sm, interpret)
-  widest = max(p.start + p.width for p in pieces)
-  call = plgpu.kernel(
-    functools.partial(permute_kernel.gather_rows, problem=problem, ctas=ctas),
-    out_type=jax.ShapeDtypeStruct((rows, problem.width), dtype),
-    scratch_types=problem.scratch(),
-    grid=(ctas,),
-    grid_names=(stream.AXIS,),
-    compiler_params=mosaic.compiler_params(),
-    interpret=interpret,
-  )
-  return call(*sources, index, jnp.zeros((1, widest), dtype))
-
-
-def _scales(
-  source: jax.Array, index: jax.Array, blocks: int, start: int,
-  weighted: bool, interpret: Any,
-) -> list[jax.Array]:
-  """Calls `permute_kernel.relayout_scales`: atoms, and weights if wanted."""
-  problem = permute_kernel.Scales(
-    rows=index.shape[0], blocks=blocks, start=start, weighted=weighted
-  )
-  tiles_ = problem.rows // TILE_ROWS
-  ctas = stream.cta_count(tiles_, SCALE_CTAS_PER_SM, interpret)
-  call = plgpu.kernel(
-    functools.partial(
-      permute_kernel.relayout_scales,
-      problem=problem,
-      ctas=ctas,
-      interpret=interpret,
-    ),
-    out_type=problem.outputs(),
-    scratch_types=problem.scratch(),
-    grid=(ctas,),
-    grid_names=(stream.AXIS,),
-    compiler_params=mosaic.compiler_params(),
-    interpret=interpret,
-  )
-  return call(source, index)
-
-
-def _check_rows(rows: int, width: int) -> None:
-  """Refuses shapes that do not make whole atoms.
-
-  Raises:
-    NotImplementedError: Of a width or a number of rows.
-  """
-  if width % BULK or not width:
-    raise _refuse(
-      f"MXFP8 rows must be a positive multiple of {BULK} wide; got {width}"
-    )
-  if rows % TILE_ROWS or not rows:
-    raise _refuse(
-      f"the result must have a positive multiple of {TILE_ROWS} rows (aligned "
-      f"groups); got {rows}"
-    )
-
-
-def _check_array(x: MxArray) -> None:
-  if (x.axis, x.block, x.layout, x.ndim) != (-1, "1x32", "linear", 2):
-    raise _refuse(
-      "rows can be taken from matrices of 1x32 blocks along the row with linear "
-      f"scales; got {x!r}"
-    )
+SLOT_BYTES = permute_call.SLOT_BYTES
+STAGES = permute_call.STAGES
 
 
 def take_rows(
@@ -172,10 +68,10 @@ def take_rows(
     NotImplementedError: The kernel does not take this shape.
   """
   if x.ndim != 2:
-    raise _refuse(f"x must be a matrix; got x{x.shape}")
+    raise permute_call.refuse(f"x must be a matrix; got x{x.shape}")
   pieces = (Piece(width=x.shape[1]),)
-  return _gather(
-    source.shape[0], [x], pieces, source, slot_bytes, stages, interpret
+  return permute_call.gather(
+    [x], pieces, source, slot_bytes, stages, interpret
   )
 
 
@@ -200,13 +96,13 @@ def permute(
   Raises:
     NotImplementedError: The kernel does not take this shape or layout.
   """
-  _check_array(x)
+  permute_call.check_array(x)
   rows, width = source.shape[0], x.shape[1]
-  _check_rows(rows, width)
+  permute_call.check_rows(rows, width)
   data = take_rows(
     x.data, source, slot_bytes=slot_bytes, stages=stages, interpret=interpret
   )
-  (atoms,) = _scales(
+  (atoms,) = permute_call.scales(
     x.scale, source, width // mxfp8.BLOCK, 0, False, interpret
   )
   return MxArray(data, atoms, layout="blocked")
@@ -239,10 +135,12 @@ def permute_wire(
   Raises:
     NotImplementedError: The kernel does not take this shape.
   """
-  rows = source.shape[0]
-  _check_rows(rows, width)
+  permute_call.check_rows(source.shape[0], width)
+  permute_call.check_wire(wire, width)
   pieces = (Piece(width=width),)
-  data = _gather(rows, [wire], pieces, source, slot_bytes, stages, interpret)
+  data = permute_call.gather(
+    [wire], pieces, source, slot_bytes, stages, interpret
+  )
   atoms, weights = _wire_scales(wire, source, width, interpret)
   data = lax.bitcast_convert_type(data, dtype)
   return MxArray(data, atoms, layout="blocked"), weights
@@ -269,21 +167,19 @@ def relayout_wire(
   Raises:
     NotImplementedError: The kernel does not take this shape.
   """
-  _check_rows(layout.rows, width)
+  permute_call.check_rows(layout.rows, width)
+  permute_call.check_wire(wire, width)
   row = jnp.arange(layout.rows, dtype=jnp.int32)
   source = jnp.where(layout.row_valid(), row, -1)
   return _wire_scales(wire, source, width, interpret)
 
 
-def _wire_scales(wire, source, width, interpret):
+def _wire_scales(wire, source, width: int, interpret: Any):
+  """Blocked scales and weights of packed rows by index."""
   blocks = width // mxfp8.BLOCK
-  if wire.shape[1] < width + blocks + WEIGHT_BYTES or wire.shape[1] % BULK:
-    raise ValueError(
-      f"permute kernel: packed rows of {width} columns need a stride of at "
-      f"least {width + blocks + WEIGHT_BYTES} bytes, a multiple of {BULK}; got "
-      f"{wire.shape[1]}."
-    )
-  atoms, weights = _scales(wire, source, blocks, width, True, interpret)
+  atoms, weights = permute_call.scales(
+    wire, source, blocks, width, True, interpret
+  )
   return atoms, weights
 
 
@@ -315,11 +211,11 @@ def pack(
   Raises:
     NotImplementedError: The kernel does not take this shape or layout.
   """
-  _check_array(x)
+  permute_call.check_array(x)
   width = x.shape[1]
-  _check_rows(TILE_ROWS, width)
-  used = width + x.scale.shape[1] + WEIGHT_BYTES
-  stride = groups.round_up(used, BULK)
+  permute_call.check_rows(tiles.TILE_ROWS, width)
+  used = width + x.scale.shape[1] + permute_call.WEIGHT_BYTES
+  stride = groups.round_up(used, permute_call.BULK)
   tail = [
     groups.take_rows(x.scale, row),
     lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.uint8),
@@ -328,8 +224,8 @@ def pack(
   data = lax.bitcast_convert_type(x.data, jnp.uint8)
   pieces = (Piece(width=width), Piece(width=stride - width, indexed=False))
   sources = [data, jnp.concatenate(tail, axis=1)]
-  return _gather(
-    row.shape[0], sources, pieces, row, slot_bytes, stages, interpret
+  return permute_call.gather(
+    sources, pieces, row, slot_bytes, stages, interpret
   )
 
 
@@ -349,3 +245,49 @@ def gather_quantize(
   """
   rows = take_rows(x, source, interpret=interpret)
   return quantize.quantize_both(rows, interpret=interpret, **options)
+
+
+def variants(target: str) -> list[mosaic.Variant]:
+  """Every kind of row and of scale source, at DeepSeek-V3's width."""
+  del target
+  tokens, rows, width, stride = 512, 1024, 7168, 7424
+  shape = jax.ShapeDtypeStruct
+  index = shape((rows,), jnp.int32)
+  weight = shape((rows,), jnp.float32)
+  packed = shape((tokens, stride), jnp.uint8)
+  data = shape((tokens, width), mxfp8.E4M3)
+  scale = shape((tokens, width // mxfp8.BLOCK), jnp.uint8)
+  narrow = shape((tokens, 1408 // mxfp8.BLOCK), jnp.uint8)
+
+  def variant(name, function, arguments, per_sm=permute_call.CTAS_PER_SM):
+    return mosaic.Variant(
+      kernel="permute",
+      variant=name,
+      function=function,
+      arguments=arguments,
+      promises=("bulk_copy",),
+      ctas_per_sm=per_sm,
+    )
+
+  def scales_of(blocks, start, weighted):
+    return lambda source, index: permute_call.scales(
+      source, index, blocks, start, weighted, False
+    )
+
+  return [
+    variant("rows fp8", take_rows, (data, index)),
+    variant("rows bf16", take_rows, (shape(data.shape, jnp.bfloat16), index)),
+    variant(
+      "pack",
+      lambda d, s, i, w: pack(MxArray(d, s), i, w),
+      (data, scale, index, weight),
+    ),
+    variant(
+      "scales packed", scales_of(width // mxfp8.BLOCK, width, True),
+      (packed, index), permute_call.SCALE_CTAS_PER_SM,
+    ),
+    variant(
+      "scales linear", scales_of(narrow.shape[1], 0, False), (narrow, index),
+      permute_call.SCALE_CTAS_PER_SM,
+    ),
+  ]  # fmt: skip

@@ -84,21 +84,29 @@ class Rows:
     ]
 
 
-def _load_row(problem: Rows, sources, zeros, target, row, index, full) -> None:
-  """Starts the copies of one row, piece by piece."""
-  column = 0
+def _load_row(problem: Rows, sources, zeros, row, into) -> None:
+  """Starts the copies of one row, piece by piece.
+
+  Args:
+    problem: What is done.
+    sources: [n, columns] ref of each piece.
+    zeros: [1, columns] ref.
+    row: The row of the result, and its index.
+    into: The row in shared memory, and the barrier of its slot.
+  """
+  (row, index), (target, full), column = row, into, 0
   for piece, source in zip(problem.pieces, sources, strict=True):
     window = pl.ds(piece.start, piece.width)
-    into = target.at[pl.ds(column, piece.width)]
+    part = target.at[pl.ds(column, piece.width)]
     copy = functools.partial(
       plgpu.copy_gmem_to_smem, barrier=full, oob_mode=IN_BOUNDS
     )
     if not piece.indexed:
-      copy(source.at[row, window], into)
+      copy(source.at[row, window], part)
     else:
       taken, nothing = source.at[index, window], zeros.at[0, window]
-      pl.when(index >= 0)(functools.partial(copy, taken, into))
-      pl.when(index < 0)(functools.partial(copy, nothing, into))
+      pl.when(index >= 0)(functools.partial(copy, taken, part))
+      pl.when(index < 0)(functools.partial(copy, nothing, part))
     column += piece.width
 
 
@@ -115,8 +123,8 @@ def gather_rows(*refs, problem: Rows, ctas: int) -> None:
     first = position[0] * batch
     indices = [index_gmem[first + i] for i in range(batch)]
     for i, index in enumerate(indices):
-      target = ring.at[slot, i]
-      _load_row(problem, sources, zeros, target, first + i, index, full.at[slot])
+      row, into = (first + i, index), (ring.at[slot, i], full.at[slot])
+      _load_row(problem, sources, zeros, row, into)
 
   def process(position, slot, refill, _):
     plgpu.barrier_wait(full.at[slot])
@@ -236,7 +244,7 @@ def load_row_words(
       )
     return found
 
-  return list(load(source, row, column))
+  return list(load(source, row, column))  # pyright: ignore[reportCallIssue]
 
 
 def _scalar(register: ir.Value) -> ir.Value:
@@ -271,7 +279,7 @@ def relayout_scales(*refs, problem: Scales, ctas: int, interpret: Any) -> None:
         mosaic.store_words(target, word, word_layout(), interpret, blocked=True)
 
     lax.fori_loop(0, problem.words // problem.step, relayout, None)
-    if problem.weighted:
+    if weights_gmem is not None:
       (word,) = words_of(index, problem.start + problem.blocks, 1)
       rows = pl.ds(position[0] * ROWS, ROWS)
       weights_gmem[rows] = lax.bitcast_convert_type(word, jnp.float32)
@@ -279,8 +287,8 @@ def relayout_scales(*refs, problem: Scales, ctas: int, interpret: Any) -> None:
     plgpu.copy_smem_to_gmem(atoms_smem, atoms_gmem.at[position[0]])
 
   def prefetch(position):
-    rows = pl.ds(position[0] * ROWS, ROWS)
-    return plgpu.load(index_gmem.at[rows], layout=word_layout(), optimized=False)
+    rows = index_gmem.at[pl.ds(position[0] * ROWS, ROWS)]
+    return plgpu.load(rows, layout=word_layout(), optimized=False)
 
   stream.walk(
     (problem.rows // ROWS,),

@@ -33,24 +33,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import (
+  activation,
   groups,
   mosaic,
   mxfp8,
-  reference,
   stream,
   swiglu_kernel,
-  tiles,
+  swiglu_problem,
 )
 
 MxArray = mxfp8.MxArray
 GroupLayout = groups.GroupLayout
-Swiglu = reference.Swiglu
-SwigluTile = swiglu_kernel.SwigluTile
-Direction = swiglu_kernel.Direction
-
-CHUNK = swiglu_kernel.CHUNK
-FORWARD_TILE = SwigluTile(stages=3)
-BACKWARD_TILE = SwigluTile(stages=2)
+Swiglu = activation.Swiglu
+SwigluTile = swiglu_problem.SwigluTile
+Problem = swiglu_problem.Problem
 
 
 @jax.tree_util.register_dataclass
@@ -90,94 +86,47 @@ class Backward:
   dweight: jax.Array
 
 
-def _check(pre, dh, layout: GroupLayout, wanted: tuple) -> None:
-  """Refuses what the kernels do not take.
-
-  Raises:
-    ValueError: Shapes disagree, or nothing is asked for.
-    NotImplementedError: A width, dtype or scale layout that they do not take.
-  """
-  rows, width = pre.shape[0], pre.shape[-1] // 2
-  instead = 'Use backend="xla".'
-  if pre.ndim != 2 or pre.shape[1] % 2 or rows != layout.rows:
-    raise ValueError(
-      f"swiglu kernel: pre must be [{layout.rows}, 2 F] as the layout has "
-      f"{layout.rows} rows; got {list(pre.shape)}."
-    )
-  if dh is not None and dh.shape != (rows, width):
-    raise ValueError(
-      f"swiglu kernel: dh must be [{rows}, {width}], half as wide as pre; got "
-      f"{list(dh.shape)}."
-    )
-  if not any(wanted):
-    raise ValueError(
-      "swiglu kernel: ask for rows, columns or plain; got none of them."
-    )
-  if width % CHUNK or not width or not rows:
-    raise NotImplementedError(
-      f"swiglu kernel: F must be a positive multiple of {CHUNK} (gate and up "
-      f"are quantized in tiles of it); got F = {width}, {rows} rows. {instead}"
-    )
-  if isinstance(pre, MxArray):
-    if (pre.axis, pre.block, pre.layout) != (-1, "1x32", "blocked"):
-      raise NotImplementedError(
-        "swiglu kernel: MXFP8 pre-activations must have 1x32 blocks along the "
-        f"row and blocked scales; got {pre!r}. {instead}"
-      )
-  elif pre.dtype != jnp.bfloat16:
-    raise NotImplementedError(
-      f"swiglu kernel: pre must be bfloat16 or MXFP8; got {pre.dtype}. "
-      f"{instead}"
-    )
-  if dh is not None and dh.dtype != jnp.bfloat16:
-    raise NotImplementedError(
-      f"swiglu kernel: dh must be bfloat16; got {dh.dtype}. {instead}"
-    )
+def _problem(pre, bias, directions, **options: Any) -> Problem:
+  """The static part of a call; ``options`` are fields of `Problem`."""
+  return Problem(
+    rows=pre.shape[0],
+    width=pre.shape[1] // 2,
+    pre_dtype=pre.data.dtype if isinstance(pre, MxArray) else pre.dtype,
+    biased=bias is not None,
+    directions=directions,
+    **options,
+  )
 
 
-def _directions(rows, columns) -> tuple[Direction, ...]:
-  """The MXFP8 results by the scale layout of each, or None."""
-  for name, scales in (("rows", rows), ("columns", columns)):
-    if scales not in (None, *mxfp8.LAYOUTS):
-      raise ValueError(
-        f"swiglu kernel: {name} must be None or a scale layout, one of "
-        f"{mxfp8.LAYOUTS}; got {scales!r}."
-      )
-  found = ((-1, rows), (-2, columns))
-  return tuple(Direction(axis=a, layout=s) for a, s in found if s is not None)
-
-
-def _run(problem: swiglu_kernel.Problem, pre, dh, weight, layout, bias,
-         interpret: Any) -> dict[str, Any]:
+def _run(
+  problem: Problem, pre, dh, weight, layout, bias, interpret: Any
+) -> dict[str, Any]:
   """Calls the kernel; results by name."""
-  inputs = dict(pre=pre.data if problem.coded else pre)
+  inputs = {"pre": pre.data if problem.coded else pre}
   if problem.coded:
     inputs["pre_scale"] = pre.scale
-  inputs |= dict(weight=weight.astype(jnp.float32),
-                 tile_rows=layout.tile_rows())
+  inputs["weight"] = weight.astype(jnp.float32)
+  inputs["tile_rows"] = layout.tile_rows()
   if problem.biased:
-    inputs |= dict(bias=bias.astype(jnp.float32),
-                   tile_group=layout.tile_group())
+    inputs["bias"] = bias.astype(jnp.float32)
+    inputs["tile_group"] = layout.tile_group()
   if problem.backward:
     inputs["dh"] = dh
-  ctas = stream.cta_count(
-    math.prod(problem.grid), problem.tile.ctas_per_sm, interpret
+  tile = problem.tile
+  ctas = stream.cta_count(math.prod(problem.grid), tile.ctas_per_sm, interpret)
+  body = functools.partial(
+    swiglu_kernel.kernel,
+    problem=problem,
+    inputs=tuple(inputs),
+    ctas=ctas,
+    interpret=interpret,
   )
   flat, tree = jax.tree.flatten(problem.outputs())
   call = plgpu.kernel(
-    functools.partial(
-      swiglu_kernel.kernel,
-      problem=problem,
-      inputs=tuple(inputs),
-      ctas=ctas,
-      interpret=interpret,
-    ),
+    body,
     out_type=flat,
     scratch_types=problem.scratch(),
-    grid=(ctas,),
-    grid_names=(stream.AXIS,),
-    num_threads=problem.tile.warpgroups,
-    thread_name=swiglu_kernel.THREAD,
+    **stream.launch(ctas, tile.warpgroups),
     compiler_params=dataclasses.replace(
       mosaic.compiler_params(), approx_math=True, reduction_scratch_bytes=0
     ),
@@ -186,7 +135,7 @@ def _run(problem: swiglu_kernel.Problem, pre, dh, weight, layout, bias,
   return jax.tree.unflatten(tree, call(*inputs.values()))
 
 
-def _arrays(problem: swiglu_kernel.Problem, out: dict[str, Any]) -> dict:
+def _arrays(problem: Problem, out: dict[str, Any]) -> dict:
   """The MXFP8 results by name."""
   found: dict[str, MxArray | None] = dict(rows=None, columns=None)
   width = problem.sources * problem.width // mxfp8.BLOCK
@@ -239,17 +188,21 @@ def swiglu_quantize(
     NotImplementedError: The kernel does not take this shape or dtype.
     ValueError: Shapes disagree, or an option is unknown.
   """
-  _check(pre, None, layout, (rows, columns, plain))
+  swiglu_problem.check(pre, None, layout, (rows, columns, plain))
   if save_pre and isinstance(pre, MxArray):
     raise ValueError("swiglu kernel: save_pre, but pre is MXFP8 already.")
-  problem = swiglu_kernel.Problem(
-    rows=layout.rows, width=pre.shape[1] // 2, backward=False,
-    pre_dtype=pre.data.dtype if isinstance(pre, MxArray) else pre.dtype,
-    biased=bias is not None, directions=_directions(rows, columns),
-    plain=plain, saved=save_pre, rounding=rounding, dtype=dtype, form=form,
-    tile=tile or forward_tile(
-      pre.shape[1] // 2, save_pre or isinstance(pre, MxArray)
-    ),
+  more = save_pre or isinstance(pre, MxArray)
+  problem = _problem(
+    pre,
+    bias,
+    swiglu_problem.directions(rows, columns),
+    backward=False,
+    plain=plain,
+    saved=save_pre,
+    rounding=rounding,
+    dtype=dtype,
+    form=form,
+    tile=tile or swiglu_problem.forward_tile(pre.shape[1] // 2, more),
   )
   out = _run(problem, pre, None, weight, layout, bias, interpret)
   saved = None
@@ -275,7 +228,7 @@ def swiglu_backward_quantize(
   tile: SwigluTile | None = None,
   interpret: Any = False,
 ) -> Backward:
-  """[dgate | dup] of `swiglu_quantize`, quantized in the same read, and dweight.
+  """The gradients of `swiglu_quantize`, quantized in the same read.
 
   Args:
     pre: As in `swiglu_quantize`.
@@ -296,13 +249,18 @@ def swiglu_backward_quantize(
     NotImplementedError: The kernel does not take this shape or dtype.
     ValueError: Shapes disagree, or an option is unknown.
   """
-  _check(pre, dh, layout, (rows, columns, plain))
-  problem = swiglu_kernel.Problem(
-    rows=layout.rows, width=pre.shape[1] // 2, backward=True,
-    pre_dtype=pre.data.dtype if isinstance(pre, MxArray) else pre.dtype,
-    biased=bias is not None, directions=_directions(rows, columns),
-    plain=plain, saved=False, rounding=rounding, dtype=dtype, form=form,
-    tile=tile or backward_tile(pre.shape[1] // 2),
+  swiglu_problem.check(pre, dh, layout, (rows, columns, plain))
+  problem = _problem(
+    pre,
+    bias,
+    swiglu_problem.directions(rows, columns),
+    backward=True,
+    plain=plain,
+    saved=False,
+    rounding=rounding,
+    dtype=dtype,
+    form=form,
+    tile=tile or swiglu_problem.backward_tile(pre.shape[1] // 2),
   )
   out = _run(problem, pre, dh, weight, layout, bias, interpret)
   dweight = jnp.sum(out["dweight"], axis=0)
@@ -311,21 +269,68 @@ def swiglu_backward_quantize(
   )
 
 
-def forward_tile(width: int, more: bool) -> SwigluTile:
-  """The forward's tile: measured on this GPU, or the default.
+def variants(target: str) -> list[mosaic.Variant]:
+  """What the recipes ask for, at DeepSeek-V3's width.
 
   Args:
-    width: F.
-    more: It needs other tiles besides, for MXFP8 pre-activations.
+    target: Name of a GPU; the choices are the same on all.
   """
-  case = "forward mxfp8" if more else "forward"
-  found = tiles.tuned("swiglu", mosaic.device_kind(), case, width)
-  if found is not None:
-    return SwigluTile(**found)
-  return SwigluTile(stages=2) if more else FORWARD_TILE
+  del target
+  gpt_oss = Swiglu(limit=7.0, alpha=1.702, up_offset=1.0)
+  linear: dict[str, Any] = dict(rows="linear", columns="linear")
+  neither: dict[str, Any] = dict(rows=None, columns=None, plain=True)
+  return [
+    _variant("forward both"),
+    _variant("forward rows", columns=None),
+    _variant("forward keeps MXFP8", save_pre=True),
+    _variant("forward of MXFP8", coded=True),
+    _variant("forward bf16", **neither),
+    _variant("forward both gpt-oss", biased=True, form=gpt_oss, **linear),
+    _variant("backward both", backward=True),
+    _variant("backward of MXFP8", backward=True, coded=True),
+    _variant("backward bf16", backward=True, **neither),
+    _variant(
+      "backward both e5m2 gpt-oss", backward=True, biased=True, form=gpt_oss,
+      dtype=mxfp8.E5M2,
+    ),
+  ]  # fmt: skip
 
 
-def backward_tile(width: int) -> SwigluTile:
-  """The backward's tile; see `forward_tile`."""
-  found = tiles.tuned("swiglu", mosaic.device_kind(), "backward", width)
-  return BACKWARD_TILE if found is None else SwigluTile(**found)
+def _variant(
+  name: str, *, backward=False, coded=False, biased=False, **options: Any
+) -> mosaic.Variant:
+  """One entry of `variants`."""
+  rows, width, shape = 1024, 2048, jax.ShapeDtypeStruct
+  scale = mxfp8.scale_shape((rows, 2 * width), -1, "1x32", "blocked")
+  pre = [shape((rows, 2 * width), mxfp8.E4M3 if coded else jnp.bfloat16)]
+  pre += [shape(scale, jnp.uint8)] if coded else []
+  dh = [shape((rows, width), jnp.bfloat16)] if backward else []
+  row = [shape((rows,), jnp.float32), shape((8,), jnp.int32)]
+  bias = [shape((8, 2 * width), jnp.float32)] if biased else []
+
+  def function(*arrays):
+    arrays = list(arrays)
+    first = [arrays.pop(0)]
+    if coded:
+      first = [MxArray(first[0], arrays.pop(0), layout="blocked")]
+    if backward:
+      first.append(arrays.pop(0))
+    weight, sizes, *bias = arrays
+    layout = groups.group_layout(sizes, rows)
+    run: Any = swiglu_backward_quantize if backward else swiglu_quantize
+    return run(*first, weight, layout, bias=bias[0] if bias else None,
+               **options)
+
+  more = coded or options.get("save_pre", False)
+  tile = swiglu_problem.forward_tile(width, more)
+  if backward:
+    tile = swiglu_problem.backward_tile(width)
+  quantized = [] if "plain" in options else ["cast_to_fp8"]
+  return mosaic.Variant(
+    kernel="swiglu",
+    variant=f"{name} {tile.name}",
+    function=function,
+    arguments=(*pre, *dh, *row, *bias),
+    promises=("bulk_tensor_load", "bulk_tensor_store", *quantized),
+    ctas_per_sm=tile.ctas_per_sm,
+  )

@@ -33,151 +33,19 @@ from pallas_kernels import (
   mosaic,
   mxfp8,
   quantize_kernel,
-  reference,
   stream,
+  swiglu_problem,
   swiglu_tile,
   tile_quantize,
-  tiles,
 )
 
-ROWS = tiles.TILE_ROWS
-CHUNK = tile_quantize.CHUNK
-WINDOW = 64  # columns: a 128-byte row of swizzled bf16
+Problem = swiglu_problem.Problem
+
+ROWS = swiglu_problem.ROWS
+CHUNK = swiglu_problem.CHUNK
+WINDOW = swiglu_problem.WINDOW
+WINDOWS = swiglu_problem.WINDOWS
 PART = swiglu_tile.PART
-WINDOWS = CHUNK // WINDOW
-THREAD = "warpgroup"
-Direction = quantize_kernel.Direction
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class SwigluTile:
-  """The schedule of a SwiGLU kernel; tiles are 128 x 128.
-
-  Attributes:
-    stages: Ring slots of [gate | up], loads in flight included.
-    warpgroups: 1 or 2.
-    ctas_per_sm: CTAs that share an SM.
-  """
-
-  stages: int = 2
-  warpgroups: int = 2
-  ctas_per_sm: int = 1
-
-  def __post_init__(self):
-    if self.stages < 1 or self.ctas_per_sm < 1 or self.warpgroups not in (1, 2):
-      raise ValueError(
-        "SwigluTile: stages and ctas_per_sm must be at least 1, warpgroups 1 "
-        f"or 2; got {self}."
-      )
-
-  @property
-  def name(self) -> str:
-    """A short name, e.g. ``s2 w2 c1``."""
-    return f"s{self.stages} w{self.warpgroups} c{self.ctas_per_sm}"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Problem:
-  """What one call of a kernel computes; static.
-
-  Attributes:
-    rows: R, a multiple of 128.
-    width: F, a multiple of 128.
-    backward: Which of the two kernels.
-    pre_dtype: bfloat16, or the fp8 type of MXFP8 pre-activations.
-    biased: A bias is added to the pre-activations.
-    directions: MXFP8 results.
-    plain: The bf16 result is written too.
-    saved: Forward only: [gate | up] is written in MXFP8 rows.
-    rounding: Scale rule.
-    dtype: fp8 type of the results.
-    form: The activation.
-    tile: The schedule.
-  """
-
-  rows: int
-  width: int
-  backward: bool
-  pre_dtype: Any
-  biased: bool
-  directions: tuple[Direction, ...]
-  plain: bool
-  saved: bool
-  rounding: str
-  dtype: Any
-  form: reference.Swiglu
-  tile: SwigluTile
-
-  @property
-  def coded(self) -> bool:
-    """Pre-activations come in MXFP8."""
-    return self.pre_dtype != jnp.bfloat16
-
-  @property
-  def sources(self) -> int:
-    """Tiles that are quantized: h, or dgate and dup."""
-    return 2 if self.backward else 1
-
-  @property
-  def grid(self) -> tuple[int, int]:
-    """Tiles along rows and along F."""
-    return self.rows // ROWS, self.width // CHUNK
-
-  def quantization(self, directions=None) -> quantize_kernel.Problem:
-    """The result [R, F] or [R, 2 F] as the quantize kernel sees it."""
-    return quantize_kernel.Problem(
-      shape=(1, self.rows, self.sources * self.width),
-      directions=self.directions if directions is None else directions,
-      rounding=self.rounding,
-      dtype=self.dtype,
-      square=False,
-      masked=True,
-      tile=tiles.StreamTile(columns=CHUNK),
-    )
-
-  def saving(self) -> quantize_kernel.Problem:
-    """[gate | up] as the quantize kernel sees it."""
-    whole = dataclasses.replace(self, backward=True)
-    return whole.quantization((Direction(axis=-1, layout="blocked"),))
-
-  def outputs(self) -> dict[str, Any]:
-    """Name to shape and dtype of each result, in order."""
-    shape, dtype = jax.ShapeDtypeStruct, jnp.bfloat16
-    out = {}
-    if self.directions:
-      out["quantized"] = self.quantization().outputs()
-    if self.plain:
-      out["plain"] = shape((self.rows, self.sources * self.width), dtype)
-    if self.saved:
-      out["saved"] = self.saving().outputs()
-    if self.backward:
-      partials = WINDOWS * self.grid[1]
-      out["dweight"] = shape((partials, self.rows), jnp.float32)
-    return out
-
-  def scratch(self) -> dict[str, Any]:
-    """Shared memory by name."""
-    tile, ring = (ROWS, CHUNK), (self.tile.stages, ROWS, CHUNK)
-    scratch: dict[str, Any] = dict(
-      gate_smem=mosaic.swizzled(ring, self.pre_dtype, CHUNK),
-      up_smem=mosaic.swizzled(ring, self.pre_dtype, CHUNK),
-      full=plgpu.Barrier(num_arrivals=2, num_barriers=self.tile.stages),
-    )
-    if self.tile.warpgroups > 1:
-      scratch["met"] = plgpu.Barrier(num_arrivals=self.tile.warpgroups)
-    if self.backward:
-      scratch["dh_smem"] = mosaic.swizzled(tile, jnp.bfloat16, CHUNK)
-      scratch["dh_full"] = plgpu.Barrier()
-    if self.coded:
-      work = mosaic.swizzled(tile, jnp.bfloat16, CHUNK)
-      scratch["work_smem"] = [work] * self.sources
-
-    staged = self.sources * len(self.directions) + 2 * self.saved
-    if staged:
-      codes = mosaic.swizzled((staged, *tile), self.dtype, CHUNK)
-      atoms = plgpu.SMEM((staged, 1, mxfp8.ATOM_BYTES), jnp.uint8)
-      scratch |= dict(codes_smem=codes, atoms_smem=atoms)
-    return scratch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,7 +63,7 @@ class Cta:
     if warpgroups == 1:
       function()
     else:
-      pl.when(lax.axis_index(THREAD) == n % warpgroups)(function)
+      pl.when(lax.axis_index(stream.WARPGROUP) == n % warpgroups)(function)
 
   def staging(self, n: int) -> tuple[Any, Any]:
     """Codes and scale atom of the n-th pass, in shared memory."""
@@ -280,11 +148,12 @@ def pre_activation(
 
 
 def compute_window(cta: Cta, position, slot, window: int, results, ahead):
-  """Computes 64 columns of h, or of dgate, dup and dweight, into ``results``."""
+  """Computes 64 columns of h, or of dgate, dup and dweight."""
   problem, refs = cta.problem, cta.refs
   weight, valid, group, scale_words = ahead
   loaded = [
-    load_window(smem.at[slot], window) for smem in (refs.gate_smem, refs.up_smem)
+    load_window(smem.at[slot], window)
+    for smem in (refs.gate_smem, refs.up_smem)
   ]
   if problem.backward:
     loaded.append(load_window(refs.dh_smem, window))
@@ -421,8 +290,7 @@ def kernel(*gmem, problem: Problem, inputs, ctas: int, interpret: Any, **smem):
   """The body: inputs and outputs in order, scratch by name."""
   names = [*inputs]
   refs = dict(zip(names, gmem[: len(names)], strict=True))
-  outputs, tree = jax.tree.flatten(problem.outputs())
-  del outputs
+  tree = jax.tree.structure(problem.outputs())
   refs |= jax.tree.unflatten(tree, gmem[len(names) :])
   refs = types.SimpleNamespace(**refs, **smem)
   cta = Cta(problem=problem, interpret=interpret, ctas=ctas, refs=refs)

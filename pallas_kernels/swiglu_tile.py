@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import mosaic, reference
+from pallas_kernels import activation, mosaic
 
 ROWS = mosaic.ATOM
 PART = 16  # columns: few enough that all numbers fit in registers
@@ -53,7 +53,7 @@ def sigmoid(x: jax.Array) -> jax.Array:
 
 
 def clamp(
-  gate: jax.Array, up: jax.Array, form: reference.Swiglu
+  gate: jax.Array, up: jax.Array, form: activation.Swiglu
 ) -> tuple[jax.Array, jax.Array]:
   """gate cut from above and up on both sides, as ``form`` says."""
   if form.limit is None:
@@ -73,7 +73,7 @@ def scaled(x: jax.Array, alpha: float) -> jax.Array:
 
 
 def activate(
-  gate: jax.Array, up: jax.Array, weight: jax.Array, form: reference.Swiglu
+  gate: jax.Array, up: jax.Array, weight: jax.Array, form: activation.Swiglu
 ) -> jax.Array:
   """weight * silu(gate) * up.
 
@@ -97,7 +97,7 @@ def differentiate(
   up: jax.Array,
   dh: jax.Array,
   weight: jax.Array,
-  form: reference.Swiglu,
+  form: activation.Swiglu,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Gradients of `activate`.
 
