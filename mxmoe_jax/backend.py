@@ -73,9 +73,17 @@ def generation(capability: str | None) -> Generation | None:
   return known.get(capability)
 
 
+def default_device() -> Any:
+  """The device that computations run on unless told otherwise."""
+  device = jax.config.jax_default_device
+  if isinstance(device, str):  # a platform
+    return jax.devices(device)[0]
+  return jax.devices()[0] if device is None else device
+
+
 def device_capability(device: Any = None) -> str | None:
-  """The compute capability of `device` (default: the first), or None."""
-  device = jax.devices()[0] if device is None else device
+  """The compute capability of `device` (default: JAX's default), or None."""
+  device = default_device() if device is None else device
   if device.platform not in ("gpu", "cuda"):
     return None
   return str(getattr(device, "compute_capability", None))
@@ -104,7 +112,7 @@ def select(backend: str, device: Any = None,
 
   Args:
     backend: "auto", "mosaic" or "xla".
-    device: default is the first.
+    device: default is JAX's default device.
     listen: called with (operation, Choice) at each call of an operation.
 
   Raises:

@@ -184,12 +184,15 @@ def _legs(config: MoEConfig, ep: int, heard: _Heard,
           name: str) -> tuple[Pass, ...]:
   """A wire leg: its quantize, if it has one, and its permutation or wire."""
   precision = getattr(config.recipe, name)
+  outwards = name in ("dispatch", "combine_grad")
+  kept = name == "combine" and config.recipe.save_preactivations == "mxfp8"
   steps = []
-  if precision == "mxfp8":
-    steps.append(_pass(f"{name} quantize", precision, heard, "quantize"))
+  if precision == "mxfp8":  # what is kept is quantized after the last leg
+    steps.append(_pass(f"{name} quantize", precision, heard, "quantize",
+                       0 if outwards else -1 - kept))
   if ep == 1:
     steps.append(_pass(f"{name} permute", precision, heard, "take_rows",
-                       0 if name in ("dispatch", "combine_grad") else -1))
+                       0 if outwards else -1))
   else:
     stride = wire.stride(config.d_model, precision)
     steps.append(Pass(f"{name} wire", precision, "collective",
@@ -214,7 +217,7 @@ def _buffers(config: MoEConfig, tokens: int, ep: int, rows: int,
 
 
 def _describe(sharding: sharding_lib.Sharding | None, device: Any) -> str:
-  device = device or jax.devices()[0]
+  device = device or backend_lib.default_device()
   kind = f"{device.platform} ({device.device_kind})"
   if sharding is None:
     return f"one device, {kind}"

@@ -92,6 +92,30 @@ def test_explain_tells_kernel_and_reference_apart(recipe):
   assert "NVIDIA H200" in str(told)
 
 
+def test_explain_tells_each_leg_by_its_own_call():
+  """1025 tokens fit no TMA tile; the aligned rows on their way home do."""
+  recipe = mxmoe_jax.Recipe.mxfp8(
+      combine="mxfp8", dispatch_grad="mxfp8", save_preactivations="mxfp8")
+  cfg = mxmoe_jax.MoEConfig(d_model=512, d_ff=256, num_experts=8, top_k=2,
+                            recipe=recipe)
+  told = mxmoe_jax.explain(cfg, 1025, device=HOPPER)
+  by_name = {p.name: p.implementation for p in told.passes}
+  for name, want in (("dispatch", "xla"), ("combine", "mosaic"),
+                     ("combine_grad", "xla"), ("dispatch_grad", "mosaic")):
+    assert by_name[f"{name} quantize"] == want, name
+
+
+def test_the_default_device_decides(monkeypatch):
+  cpu = jax.devices("cpu")[0]
+  devices = jax.devices
+  monkeypatch.setattr(
+      jax, "devices", lambda *kind: devices(*kind) if kind else [HOPPER])
+  assert backend.device_capability() == "9.0"
+  for device in (cpu, "cpu"):
+    with jax.default_device(device):
+      assert backend.device_capability() is None
+
+
 def test_shapes_agree_with_the_reference_through_the_whole_layer():
   """Forward and backward trace to the same shapes with and without kernels."""
   cfg = meshes.config(d_model=256, d_ff=256, expert_axis=None, data_axes=())
