@@ -154,7 +154,14 @@ def scale_byte(amax: jax.Array, rounding: str, dtype: Any) -> jax.Array:
 
   Returns:
     uint32 of the same shape, 0 to 247, or 255 for NaN and Inf.
+
+  Raises:
+    ValueError: ``rounding`` is unknown.
   """
+  if rounding not in mxfp8.RULES:
+    raise ValueError(
+      f"rounding must be one of {mxfp8.RULES}; got {rounding!r}."
+    )
   element = mxfp8.element_format(dtype)
   carry = {
     "rceil": 0x7FFFFF - element.top_mantissa,

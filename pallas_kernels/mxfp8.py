@@ -229,8 +229,13 @@ def scale_shape(shape: tuple[int, ...], axis: int, block: Block,
   """The shape of the scale array that `MxArray` demands.
 
   Raises:
-    ValueError: if a quantized axis is missing or no multiple of 32.
+    ValueError: if a quantized axis is missing or no multiple of 32, or the
+      block or the layout is unknown.
   """
+  for name, value, allowed in (("block", block, BLOCKS),
+                               ("layout", layout, LAYOUTS)):
+    if value not in allowed:
+      raise ValueError(f"{name} must be one of {allowed}; got {value!r}.")
   blocked_axes = (-1, -2) if block == "32x32" else (axis,)
   out = list(shape)
   if len(shape) < max(-a for a in blocked_axes):

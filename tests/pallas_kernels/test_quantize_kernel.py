@@ -1,5 +1,6 @@
 """Interpreted quantize and dequantize equal the reference to the bit."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -206,6 +207,17 @@ def test_dequantize_of_square_blocks(interpreted):
   x = reference.quantize(hard_values((128, 160)), block="32x32")
   got = interpreted(lambda i: dequantize.dequantize(x, interpret=i))
   assert_equal_values(got, reference.dequantize(x))
+
+
+@pytest.mark.parametrize(
+  "option", [dict(rounding="up"), dict(block="16"), dict(layout="tiled")]
+)
+def test_an_unknown_option_is_refused_as_the_reference_does(option):
+  (name,) = option
+  x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
+  for module in (quantize, reference):
+    with pytest.raises(ValueError, match=f"{name} must be one of"):
+      jax.eval_shape(lambda x, m=module: m.quantize(x, **option), x)
 
 
 def test_what_the_kernels_do_not_take_is_refused():
