@@ -29,7 +29,9 @@ from pallas_kernels import groups, mxfp8, wire
 MxArray = mxfp8.MxArray
 MoEConfig = config_lib.MoEConfig
 
-SLICES_PER_PEER = 128  # 1: 31.9 ms, 32: 1.43, 128: 0.61 (two H200, design)
+# One slice per peer is far slower than many: XLA launches about one thread
+# block per slice. To be measured anew by the exchange benchmark.
+SLICES_PER_PEER = 128
 
 
 @jax.tree_util.register_dataclass

@@ -127,6 +127,12 @@ def make_stage(config: MoEConfig, sharding: sharding_lib.Sharding | None,
     NotImplementedError: the backend cannot run there.
   """
   device = device or sharding_lib.first_device(sharding)
+  capability = backend_lib.device_capability(device)
+  if (config.recipe.hopper == "folded"
+      and backend_lib.generation(capability) == "hopper"):
+    raise NotImplementedError(
+        "Recipe(hopper='folded'): the folded matmul does not exist yet. Use"
+        " hopper='exact', the default.")
   ops = backend_lib.select(config.backend, device, listen)
   return Stage(ops, config, sharding)
 

@@ -125,3 +125,11 @@ def test_shapes_agree_with_the_reference_through_the_whole_layer():
   on_gpu = mxmoe_jax.explain(cfg, 512, device=HOPPER)
   on_cpu = mxmoe_jax.explain(cfg, 512)
   assert on_gpu.buffer_bytes == on_cpu.buffer_bytes
+
+
+def test_folded_is_refused_on_hopper_until_it_exists():
+  recipe = mxmoe_jax.Recipe.mxfp8(hopper="folded")
+  cfg = meshes.config(recipe=recipe, expert_axis=None, data_axes=())
+  with pytest.raises(NotImplementedError, match="Use hopper='exact'"):
+    stage.make_stage(cfg, None, HOPPER)
+  assert stage.make_stage(cfg, None, jax.devices("cpu")[0]).ops is not None
