@@ -59,6 +59,8 @@ def _check_input(x: jax.Array, config: MoEConfig,
     raise TypeError(f"moe: x must be floating; got {x.dtype}.")
   if mask is None:
     return
+  if not hasattr(mask, "dtype"):
+    raise TypeError(f"moe: mask must be a bool array; got {type(mask)}.")
   if mask.dtype != jnp.bool_ or mask.shape != x.shape[:-1]:
     raise ValueError(
         "moe: mask must be bool with x's leading shape"

@@ -210,6 +210,10 @@ def grouped_matmul(lhs: jax.Array | MxArray, rhs: jax.Array | MxArray,
   """
   lhs = lhs if isinstance(lhs, MxArray) else jnp.asarray(lhs)
   rhs = rhs if isinstance(rhs, MxArray) else jnp.asarray(rhs)
+  if not isinstance(recipe, Recipe):
+    raise TypeError(f"grouped_matmul: recipe must be a Recipe; got {recipe!r}.")
+  if not hasattr(group_sizes, "dtype"):
+    group_sizes = np.asarray(group_sizes)
   _check_matmul(lhs, rhs, group_sizes, recipe)
   if preferred_element_type is None:
     types = [jnp.bfloat16 if isinstance(x, MxArray) else x.dtype

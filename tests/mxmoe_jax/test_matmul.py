@@ -190,6 +190,14 @@ class TestBadInput:
     with pytest.raises(TypeError, match=r"must be integers.*float32"):
       grouped_matmul(self.LHS, self.RHS, self.SIZES.astype(jnp.float32))
 
+  def test_a_recipe_by_name(self):
+    with pytest.raises(TypeError, match="must be a Recipe; got 'mxfp8'"):
+      grouped_matmul(self.LHS, self.RHS, self.SIZES, recipe="mxfp8")
+
+  def test_sizes_may_be_a_list(self):
+    out = grouped_matmul(self.LHS, self.RHS, [40, 24])
+    assert (out == 32).all()
+
   def test_blocks_along_another_axis(self):
     with pytest.raises(ValueError, match="lhs needs 1x32.*axis=-1"):
       grouped_matmul(quantize(self.LHS, 0), self.RHS, self.SIZES)
