@@ -219,8 +219,7 @@ def grouped_matmul(lhs: jax.Array | MxArray, rhs: jax.Array | MxArray,
     types = [jnp.bfloat16 if isinstance(x, MxArray) else x.dtype
              for x in (lhs, rhs)]
     preferred_element_type = jnp.promote_types(*types)
-  lhs, rhs = (_constant(x) if isinstance(x, MxArray) else x
-              for x in (lhs, rhs))
+  lhs, rhs = (_constant(x) if isinstance(x, MxArray) else x for x in (lhs, rhs))
   sizes = groups.clamp_sizes(jnp.asarray(group_sizes, jnp.int32),
                              lhs.shape[0])
   options = _MatmulOptions(recipe, backend, jnp.dtype(preferred_element_type))
