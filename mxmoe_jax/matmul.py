@@ -179,7 +179,7 @@ class _MatmulOptions:
 
 
 def grouped_matmul(lhs: jax.Array | MxArray, rhs: jax.Array | MxArray,
-                   group_sizes: jax.Array, *, recipe: Recipe = Recipe(),
+                   group_sizes: Any, *, recipe: Recipe = Recipe(),
                    preferred_element_type: Any = None,
                    backend: config_lib.Backend = "auto") -> jax.Array:
   """y[r] = lhs[r] @ rhs[g] for the rows r of group g; `jax.lax.ragged_dot`.
