@@ -210,7 +210,9 @@ def table(cases: Sequence[Case], copy: timing.Copy) -> rich.table.Table:
   return made
 
 
-def origin(arguments: Sequence[str]) -> dict[str, Any]:
+def origin(
+  arguments: Sequence[str], module: str = "experiments.bench"
+) -> dict[str, Any]:
   """Command, device and versions, as JSON values."""
   versions = {"python": platform.python_version()}
   for name in PACKAGES:
@@ -222,7 +224,7 @@ def origin(arguments: Sequence[str]) -> dict[str, Any]:
   if "--json" in words:  # where the file went is nobody's concern
     at = words.index("--json")
     words = words[:at] + words[at + 2 :]
-  command = " ".join(["python -m experiments.bench", *words])
+  command = " ".join([f"python -m {module}", *words])
   return {"command": command, "device": device, "versions": versions}
 
 
