@@ -66,8 +66,8 @@ def generation(capability: str | None) -> Generation | None:
       an AMD name, None) is an unknown device.
 
   Returns:
-    "hopper" for 9.0, "blackwell" for 10.0, else None: 10.3 and 12.x have not
-    been proven.
+    "hopper" for 9.0, "blackwell" for 10.0, else None: kernels have not even
+    been compiled for 10.3 and 12.x.
   """
   known: dict[str | None, Generation] = {"9.0": "hopper", "10.0": "blackwell"}
   return known.get(capability)
@@ -98,8 +98,8 @@ def _obstacle(backend: str, device: Any) -> str | None:
     return "no NVIDIA GPU: Mosaic GPU kernels need one"
   known = generation(capability)
   if known is None:
-    return (f"compute capability {capability}: kernels are proven for 9.0 and"
-            " 10.0 only")
+    return (f"compute capability {capability}: kernels are compiled for 9.0"
+            " and 10.0 only")
   if known == "blackwell" and backend == "auto":
     return ("compute capability 10.0: kernels are compiled and interpreted,"
             " but have not been run on this GPU; ask for backend='mosaic'")

@@ -7,9 +7,10 @@ Rows land expert-major in 128-aligned groups, ordered inside a group by
 (source device, source place): no second permutation follows the wire. With
 one device along the expert axis the exchange is the permutation itself.
 
-On GPUs a wire leg is one `ragged_all_to_all` with a slice per (peer, expert).
-XLA:CPU has no such collective: there a leg is an all_gather and a local
-gather with the same result.
+On GPUs a wire leg is one `ragged_all_to_all` with a slice per (peer, expert):
+compiled for eight GPUs in the tests, not yet run on several. XLA:CPU has no
+such collective: there a leg is an all_gather and a local gather with the same
+result.
 
 Legend: ep devices of the expert axis, S slots of a device, E experts, L = E /
 ep local experts, R rows of the expert buffer.

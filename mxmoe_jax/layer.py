@@ -2,15 +2,17 @@
 
     x [..., d_model]
      | route                 routing.py      float32, global
-     | quantize              experts.py      each token once, 1x32
+     | quantize              stage.py        each token once, 1x32
      | exchange              exchange.py     rows land expert-major, aligned
      | up, activate, down    experts.py      grouped matmuls and SwiGLU
      | exchange back         exchange.py
      | combine               permute.py      float32 sum over top_k
     y [..., d_model]
 
-From quantize to combine is one custom_vjp, inside one shard_map; `backward`
-is the same picture read upwards. The recipe decides what is MXFP8.
+From quantize to combine is one custom_vjp; its forward and its backward are one
+shard_map each, over the whole mesh, so nothing is differentiated through a
+shard_map. `backward` is the same picture read upwards. The recipe decides what
+is MXFP8.
 """
 
 import dataclasses

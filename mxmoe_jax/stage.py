@@ -138,10 +138,8 @@ def make_stage(config: MoEConfig, sharding: sharding_lib.Sharding | None,
 
 
 def wanted(rows: str | None, columns: str | None,
-            plain: bool = False) -> dict[str, Any]:
+           plain: bool = False) -> dict[str, Any]:
   """Options of the `views` that two readers of given precisions need."""
   return dict(rows="linear" if rows == "mxfp8" else None,
               columns="linear" if columns == "mxfp8" else None,
               plain=plain or "bf16" in (rows, columns))
-
-
