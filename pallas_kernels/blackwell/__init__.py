@@ -1,0 +1,1 @@
+"""Kernels for Blackwell's block-scaled tensor cores (tcgen05)."""

@@ -1,0 +1,1 @@
+"""Kernels for Hopper's tensor cores (wgmma): grouped matmul and wgrad."""
