@@ -92,6 +92,7 @@ class MxArray:
       layout "linear":   scale as above
       layout "blocked":  scale == to_blocked(L), L the linear 1x32 view along
                          `axis`, transposed first if axis == -2
+      folded:  L does not vary along `axis`: one scale per row (or column)
       value == data * 2^(scale - 127), scale repeated over its block
 
   Attributes:
@@ -100,6 +101,8 @@ class MxArray:
     axis: the axis that one block runs along, and that a matmul contracts.
     block: "1x32", or "32x32" for weights that are read along both axes.
     layout: "linear" or "blocked".
+    folded: whether each row along `axis` has one scale for all its blocks
+      (`reference.fold`), as Hopper's fp8 matmul wants; still MXFP8.
 
   Raises:
     TypeError: if data is not fp8, or scale is not uint8 (float scales are
@@ -113,6 +116,7 @@ class MxArray:
   block: Block = dataclasses.field(default="1x32", metadata=dict(static=True))
   layout: Layout = dataclasses.field(default="linear",
                                      metadata=dict(static=True))
+  folded: bool = dataclasses.field(default=False, metadata=dict(static=True))
 
   def __post_init__(self):
     _check_static(self)
@@ -187,8 +191,9 @@ class MxArray:
     data = getattr(self.data, "dtype", type(self.data).__name__)
     shape = list(getattr(self.data, "shape", ()))
     scales = list(getattr(self.scale, "shape", ()))
+    folded = "folded " if self.folded else ""
     return (f"MxArray({shape} {data}, {self.block} blocks along axis"
-            f" {self.axis}, {self.layout} scales {scales} uint8)")
+            f" {self.axis}, {folded}{self.layout} scales {scales} uint8)")
 
 
 def _check_static(x: MxArray) -> None:
@@ -200,6 +205,10 @@ def _check_static(x: MxArray) -> None:
     raise ValueError(
         f"axis of an MxArray must be negative (counted from the end);"
         f" got axis={x.axis}. Pass axis - ndim.")
+  if x.folded and x.block != "1x32":
+    raise ValueError(
+        "folded rows have one scale each, so their blocks are 1x32; got"
+        f" block={x.block!r}.")
   if x.axis < -2 and (x.block == "32x32" or x.layout == "blocked"):
     raise ValueError(
         f"32x32 blocks and blocked scales need axis -1 or -2; got axis="

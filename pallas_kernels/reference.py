@@ -2,6 +2,7 @@
 
   quantize         x -> MxArray                      1x32, 32x1 or 32x32 blocks
   requantize       MxArray 1x32 -> 32x1              a second rounding
+  fold             MxArray -> one scale per row      for Hopper's fp8 matmul
   grouped_matmul   y[r] = x[r] @ w[g(r)]             forward
                    y[r] = x[r] @ w[g(r)]^T           input gradient (dgrad)
   grouped_wgrad    dw[g] = sum over r in g of x[r]^T dy[r]
@@ -13,7 +14,8 @@ Operands are bf16 or MXFP8, products are exact in float32 (both have at most 8
 significant bits), sums are float32. A grouped product walks the 128-row tiles
 that hold rows and costs by rows, not by rows times experts.
 
-Not here: gradients, meshes, choice of backend (`mxmoe_jax`).
+The parts that change the format are in `reference_format`, under the same
+names. Not here: gradients, meshes, choice of backend (`mxmoe_jax`).
 """
 
 import dataclasses
@@ -23,75 +25,17 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from pallas_kernels import activation, groups, mxfp8, wire
+from pallas_kernels import activation, groups, mxfp8, reference_format, wire
 
 MxArray = mxfp8.MxArray
 GroupLayout = groups.GroupLayout
 Swiglu = activation.Swiglu
-
-
-def quantize(x: jax.Array, axis: int = -1, *, block: mxfp8.Block = "1x32",
-             rounding: mxfp8.Rounding = "rceil", dtype: Any = mxfp8.E4M3,
-             layout: mxfp8.Layout = "linear") -> MxArray:
-  """Quantizes to MXFP8.
-
-  Args:
-    x: [...] bf16 or float32; the blocked axes are multiples of 32.
-    axis: the axis that one block runs along. -1 gives 1x32 blocks, -2 gives
-      the 32x1 blocks of a weight gradient.
-    block: "1x32", or "32x32" over the last two axes.
-    rounding: scale rule, one of `mxfp8.RULES`.
-    dtype: float8_e4m3fn or float8_e5m2.
-    layout: "linear" or "blocked" scales.
-
-  Returns:
-    MxArray of the shape of x. A block that holds NaN or Inf is all NaN.
-
-  Raises:
-    ValueError: if an option is unknown or an axis is no multiple of 32.
-  """
-  axis = axis - x.ndim if axis >= 0 else axis
-  shape = mxfp8.scale_shape(x.shape, axis, block, "linear")
-  axes = (-2, -1) if block == "32x32" else (axis,)
-  bits = _split_blocks(mxfp8.float32_bits(x), axes)
-  within = _within_axes(x.ndim, axes)
-  amax = jnp.max(bits & jnp.uint32(0x7FFFFFFF), axis=within, keepdims=True)
-  byte = mxfp8.scale_byte(amax, rounding, dtype)
-  data = mxfp8.encode(bits, byte, dtype).reshape(x.shape)
-  scale = byte.astype(jnp.uint8).reshape(shape)
-  out = MxArray(data, scale, axis=axis, block=block)
-  return out.with_layout(layout)
-
-
-def _within_axes(ndim: int, axes: tuple[int, ...]) -> tuple[int, ...]:
-  """The axes of 32 that `_split_blocks` makes."""
-  first = ndim + axes[0]
-  return tuple(first + 1 + 2 * i for i in range(len(axes)))
-
-
-def _split_blocks(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-  """Splits each of the (adjacent) axes n into (n / 32, 32)."""
-  shape: list[int] = []
-  for axis, n in enumerate(x.shape, start=-x.ndim):
-    shape += [n // mxfp8.BLOCK, mxfp8.BLOCK] if axis in axes else [n]
-  return x.reshape(shape)
-
-
-def dequantize(x: MxArray, dtype: Any = jnp.bfloat16) -> jax.Array:
-  """The numbers of an MxArray in bf16 (rounded once) or float32 (exact)."""
-  return x.dequantize(dtype)
-
-
-def requantize(x: MxArray, axis: int, *,
-               rounding: mxfp8.Rounding = "rceil",
-               layout: mxfp8.Layout = "linear") -> MxArray:
-  """Quantizes an MxArray again, along another axis (a second rounding).
-
-  1x32 blocks cannot be re-read as 32x1 blocks; a weight gradient that gets
-  its rows in MXFP8 needs this.
-  """
-  return quantize(x.dequantize(jnp.bfloat16), axis, rounding=rounding,
-                  dtype=x.data.dtype, layout=layout)
+Views = reference_format.Views
+dequantize = reference_format.dequantize
+fold = reference_format.fold
+quantize = reference_format.quantize
+requantize = reference_format.requantize
+views = reference_format.views
 
 
 def _operand(x: jax.Array | MxArray, axis: int) -> jax.Array:
@@ -250,45 +194,6 @@ def swiglu_backward(pre: jax.Array | MxArray, dh: jax.Array,
   return _round_bf16(dpre), dweight
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class Views:
-  """The forms of one array that matmuls read; None where there is none.
-
-  Attributes:
-    rows: [R, N] MxArray, 1x32 blocks: for the next matmul.
-    columns: [R, N] MxArray, 32x1 blocks: for a weight gradient.
-    plain: [R, N] bf16.
-  """
-
-  rows: MxArray | None = None
-  columns: MxArray | None = None
-  plain: jax.Array | None = None
-
-
-def views(x: jax.Array, *, rows: mxfp8.Layout | None = "linear",
-          columns: mxfp8.Layout | None = "linear", plain: bool = False,
-          rounding: mxfp8.Rounding = "rceil", dtype: Any = mxfp8.E4M3
-          ) -> Views:
-  """Quantizes along rows and columns, in one read where a kernel does.
-
-  Args:
-    x: [R, N] bf16 or float32.
-    rows: scale layout of the 1x32 view; None does not make it.
-    columns: scale layout of the 32x1 view, or None.
-    plain: keep x itself too.
-    rounding: scale rule.
-    dtype: fp8 type.
-  """
-
-  def view(axis: int, layout: mxfp8.Layout | None) -> MxArray | None:
-    if layout is None:
-      return None
-    return quantize(x, axis, rounding=rounding, dtype=dtype, layout=layout)
-
-  return Views(view(-1, rows), view(-2, columns), x if plain else None)
-
-
 def swiglu_quantize(pre: jax.Array | MxArray, weight: jax.Array,
                     layout: GroupLayout, *, form: Swiglu = Swiglu(),
                     bias: jax.Array | None = None, **wanted: Any) -> Views:
@@ -327,15 +232,23 @@ def take_mx_rows(x: MxArray, source: jax.Array) -> MxArray:
                              scale=groups.take_rows(x.scale, source))
 
 
-def take_rows(x: jax.Array | MxArray,
-              source: jax.Array) -> jax.Array | MxArray:
-  """Rows of x [n, ...] by index [rows]; zeros (scale byte 0) where -1."""
+def take_rows(x: jax.Array | MxArray, source: jax.Array, *,
+              folded: bool = False) -> jax.Array | MxArray:
+  """Rows of x [n, ...] by index [rows]; zeros (scale byte 0) where -1.
+
+  With folded the rows of an MxArray are folded on the way.
+  """
   if isinstance(x, MxArray):
-    return take_mx_rows(x, source)
+    rows = take_mx_rows(x, source)
+    return fold(rows) if folded else rows
   return groups.take_rows(x, source)
 
 
-def pack(x: jax.Array | MxArray, row: jax.Array,
-         weight: jax.Array) -> jax.Array:
-  """[S, stride] uint8 wire rows: row[s] of x [n, K], and weight[s]."""
-  return wire.pack(take_rows(x, row), weight)
+def pack(x: jax.Array | MxArray, row: jax.Array, weight: jax.Array, *,
+         folded: bool = False) -> jax.Array:
+  """[S, stride] uint8 wire rows: row[s] of x [n, K], and weight[s].
+
+  With folded the rows of an MxArray are folded on the way; the wire does not
+  tell, whoever unpacks has to know.
+  """
+  return wire.pack(take_rows(x, row, folded=folded), weight)
