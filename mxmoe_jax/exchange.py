@@ -156,7 +156,8 @@ def _slot_homes(experts: jax.Array, slots: permute.SlotOrder,
 
 
 def to_experts(x: jax.Array | MxArray, weights: jax.Array, plan: Plan,
-               ops: backend_lib.Ops) -> tuple[jax.Array | MxArray, jax.Array]:
+               ops: backend_lib.Ops, *, folded: bool = False
+               ) -> tuple[jax.Array | MxArray, jax.Array]:
   """Sends tokens to their experts (dispatch, and the gradient of combine).
 
   Args:
@@ -164,20 +165,23 @@ def to_experts(x: jax.Array | MxArray, weights: jax.Array, plan: Plan,
     weights: [T, k] float32, one number per slot that rides along.
     plan: of this exchange.
     ops: operations of the backend.
+    folded: fold the rows of an MxArray on the way (`reference.fold`).
 
   Returns:
     rows: [R, d] like x; padding rows 0 with scale byte 0.
     row_weights: [R] float32; padding 0.
   """
   weights = weights.reshape(-1)
+  fold = dict(folded=True) if folded and isinstance(x, MxArray) else {}
   if plan.axis is None:
     slot = jnp.where(plan.source >= 0,
                      groups.take_rows(plan.slots.order, plan.source), -1)
     token = jnp.where(slot >= 0, slot // plan.top_k, -1)
-    return ops.take_rows(x, token), groups.take_rows(weights, slot)
+    return ops.take_rows(x, token, **fold), groups.take_rows(weights, slot)
   packed = ops.pack(x, plan.slots.order // plan.top_k,
-                    groups.take_rows(weights, plan.slots.order))
-  return wire.unpack(_send(packed, plan), x)
+                    groups.take_rows(weights, plan.slots.order), **fold)
+  like = dataclasses.replace(x, **fold) if isinstance(x, MxArray) else x
+  return wire.unpack(_send(packed, plan), like)
 
 
 def to_tokens(rows: jax.Array | MxArray, extra: jax.Array, plan: Plan,

@@ -17,8 +17,8 @@ from jax import lax
 import jax.numpy as jnp
 
 from mxmoe_jax import config as config_lib
+from mxmoe_jax import operands, weights
 from mxmoe_jax import stage as stage_lib
-from mxmoe_jax import weights
 from pallas_kernels import groups, mxfp8, reference
 
 MxArray = mxfp8.MxArray
@@ -34,7 +34,8 @@ def up(rows: Views, params: dict, quantized: QuantizedWeights,
   precision = stage.recipe.forward
   gate_up = weights.flat_gate_up(params["gate_up"])
   w = weights.operand(gate_up, quantized.gate_up, -2, precision, stage)
-  return stage.ops.grouped_matmul(stage.read(rows, -1, precision), w, layout)
+  return operands.multiply(stage.read(rows, -1, precision), w, layout,
+                         stage.ops)
 
 
 def activate(pre: jax.Array | MxArray, row_weights: jax.Array, params: dict,
@@ -57,7 +58,7 @@ def activate(pre: jax.Array | MxArray, row_weights: jax.Array, params: dict,
   return stage.ops.swiglu_quantize(
       pre, row_weights, layout, form=stage.config.swiglu,
       bias=_up_bias(params), rounding=recipe.rounding,
-      **stage_lib.wanted(*precisions))
+      **stage.wanted(*precisions))
 
 
 def down(hidden: Views, row_weights: jax.Array, params: dict,
@@ -66,7 +67,8 @@ def down(hidden: Views, row_weights: jax.Array, params: dict,
   """out = hidden @ down + weight * bias, [R, D] bf16."""
   precision = stage.recipe.forward
   w = weights.operand(params["down"], quantized.down, -2, precision, stage)
-  out = stage.ops.grouped_matmul(stage.read(hidden, -1, precision), w, layout)
+  out = operands.multiply(stage.read(hidden, -1, precision), w, layout,
+                        stage.ops)
   if "down_bias" in params:
     bias = params["down_bias"].astype(jnp.float32)[layout.row_group()]
     out = (out + row_weights[:, None] * bias).astype(jnp.bfloat16)
@@ -91,8 +93,8 @@ def down_backward(dy: Views, hidden: Views, row_weights: jax.Array,
   recipe, ops = stage.recipe, stage.ops
   w = weights.operand(params["down"], quantized.down_grad, -1,
                       recipe.input_grad, stage)
-  dh = ops.grouped_matmul(stage.read(dy, -1, recipe.input_grad, True), w,
-                          layout, transpose_rhs=True)
+  dh = operands.multiply(stage.read(dy, -1, recipe.input_grad, True), w, layout,
+                       ops, transpose_rhs=True)
   grads = {"down": ops.grouped_wgrad(
       stage.read(hidden, -2, recipe.weight_grad),
       stage.read(dy, -2, recipe.weight_grad, True), layout)}
@@ -108,8 +110,8 @@ def activate_backward(dh: jax.Array, dy: Views, pre: jax.Array | MxArray,
                       ) -> tuple[Views, jax.Array]:
   """([dgate | dup] [R, 2 F], gradients of the row weights [R] float32)."""
   recipe = stage.recipe
-  wanted = stage_lib.wanted(recipe.input_grad, recipe.weight_grad,
-                   plain="gate_up_bias" in params)
+  wanted = stage.wanted(recipe.input_grad, recipe.weight_grad,
+                        plain="gate_up_bias" in params)
   dpre, dweight = stage.ops.swiglu_backward_quantize(
       pre, dh, row_weights, layout, form=stage.config.swiglu,
       bias=_up_bias(params), rounding=recipe.rounding,
@@ -131,8 +133,8 @@ def up_backward(dpre: Views, rows: Views, params: dict,
   gate_up = weights.flat_gate_up(params["gate_up"])
   w = weights.operand(gate_up, quantized.gate_up_grad, -1, recipe.input_grad,
                       stage)
-  dx = ops.grouped_matmul(stage.read(dpre, -1, recipe.input_grad, True), w,
-                          layout, transpose_rhs=True)
+  dx = operands.multiply(stage.read(dpre, -1, recipe.input_grad, True), w,
+                       layout, ops, transpose_rhs=True)
   grads = {"gate_up": ops.grouped_wgrad(
       stage.read(rows, -2, recipe.weight_grad),
       stage.read(dpre, -2, recipe.weight_grad, True), layout)}

@@ -146,7 +146,8 @@ def forward(stage, x, weights, ids, params, quantized):
   counts = exchange.gather_counts(ids, stage.config, axis)
   plan = exchange.make_plan(ids, counts, stage.config, axis)
   sent = stage.quantize_leg(x, recipe.dispatch)
-  received, row_weights = exchange.to_experts(sent, weights, plan, stage.ops)
+  received, row_weights = exchange.to_experts(
+      sent, weights, plan, stage.ops, folded=stage.folds(recipe.forward))
   rows = stage_lib.arrived(received, stage)
   pre = experts.up(rows, params, quantized, plan.layout, stage)
   hidden = experts.activate(pre, row_weights, params, plan.layout, stage,
@@ -165,7 +166,8 @@ def backward(stage, dy, kept, weights, ids, params, quantized):
   recipe, axis = stage.recipe, stage.expert_axis
   plan = exchange.make_plan(ids, kept.counts[0], stage.config, axis)
   sent = stage.quantize_leg(dy, recipe.combine_grad, grad=True)
-  received, _ = exchange.to_experts(sent, weights, plan, stage.ops)
+  received, _ = exchange.to_experts(
+      sent, weights, plan, stage.ops, folded=stage.folds(recipe.input_grad))
   dy_rows = stage_lib.arrived(received, stage, grad=True)
   pre, hidden = residuals.restore(kept, params, quantized, plan.layout, stage)
   dh, down_grads = experts.down_backward(

@@ -9,8 +9,7 @@
 
 Legend: M rows, K contracted, N produced, G groups. Blocks of 32 rows never
 cross a group: rows are copied into 128-aligned groups first. The layer does
-not use this entry (its rows are aligned from the start), but shares
-`operand`, the one rule of how an operand gets its precision.
+not use this entry (its rows are aligned from the start); both take `operands`.
 """
 
 import dataclasses
@@ -24,6 +23,7 @@ import numpy as np
 
 from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
+from mxmoe_jax import operands
 from pallas_kernels import groups, mxfp8, reference
 
 MxArray = mxfp8.MxArray
@@ -141,36 +141,6 @@ def _refuse_vmap(axis_size, in_batched, tree):
       " rows (any leading dimensions of x are accepted), or use jax.lax.map.")
 
 
-def operand(x: jax.Array | MxArray, axis: int, precision: str,
-            ops: backend_lib.Ops, recipe: Recipe,
-            dtype: Any = mxfp8.E4M3) -> jax.Array | MxArray:
-  """A matmul operand in the precision that the recipe asks for.
-
-  Args:
-    x: what there is: bf16 or float32 numbers, or MXFP8.
-    axis: the axis that the matmul contracts.
-    precision: "mxfp8" or "bf16".
-    ops: operations of the backend.
-    recipe: gives the scale rule.
-    dtype: fp8 type if x has to be quantized here.
-
-  Returns:
-    bf16 numbers, or an MxArray with blocks along `axis`. MXFP8 with blocks
-    along another axis is quantized a second time.
-  """
-  if precision == "bf16":
-    if isinstance(x, MxArray):
-      return ops.dequantize(x, jnp.bfloat16)
-    return x.astype(jnp.bfloat16)
-  if not isinstance(x, MxArray):
-    return ops.quantize(x, axis, rounding=recipe.rounding, dtype=dtype)
-  if x.block == "32x32":
-    return x.along(axis)
-  if x.axis == axis:
-    return x
-  return ops.requantize(x, axis, rounding=recipe.rounding)
-
-
 @dataclasses.dataclass(frozen=True)
 class _MatmulOptions:
   recipe: Recipe
@@ -232,10 +202,10 @@ def _grouped_matmul(lhs, rhs, sizes, options):
   ops = backend_lib.select(options.backend)
   recipe = options.recipe
   layout, rows = _align(lhs, sizes)
-  out = ops.grouped_matmul(
-      operand(rows, -1, recipe.forward, ops, recipe),
-      _weight(rhs, -2, recipe.forward, ops, recipe), layout,
-      out_dtype=_kernel_dtype(options.dtype))
+  x = operands.operand(rows, -1, recipe.forward, ops, recipe)
+  w = operands.weight_operand(rhs, -2, recipe.forward, ops, recipe)
+  out = operands.multiply(x, w, layout, ops,
+                          out_dtype=_kernel_dtype(options.dtype))
   back = groups.packed_source(layout, lhs.shape[0])
   return groups.take_rows(out, back).astype(options.dtype)
 
@@ -251,31 +221,23 @@ def _grouped_matmul_bwd(options, residuals, dy):
   layout, dy_rows = _align(dy, sizes)
   dlhs = drhs = None
   if not isinstance(lhs, MxArray):
-    dlhs = ops.grouped_matmul(
-        operand(dy_rows, -1, recipe.input_grad, ops, recipe, grad_type),
-        _weight(rhs, -1, recipe.input_grad, ops, recipe), layout,
-        transpose_rhs=True, out_dtype=_kernel_dtype(lhs.dtype))
+    grad = operands.operand(dy_rows, -1, recipe.input_grad, ops, recipe,
+                            grad_type)
+    w = operands.weight_operand(rhs, -1, recipe.input_grad, ops, recipe)
+    dlhs = operands.multiply(grad, w, layout, ops, transpose_rhs=True,
+                             out_dtype=_kernel_dtype(lhs.dtype))
     back = groups.packed_source(layout, lhs.shape[0])
     dlhs = groups.take_rows(dlhs, back).astype(lhs.dtype)
   if not isinstance(rhs, MxArray):
-    rows = _align(lhs, sizes)[1]
-    drhs = ops.grouped_wgrad(
-        operand(rows, -2, recipe.weight_grad, ops, recipe),
-        operand(dy_rows, -2, recipe.weight_grad, ops, recipe, grad_type),
-        layout).astype(rhs.dtype)
+    rows = operands.operand(_align(lhs, sizes)[1], -2, recipe.weight_grad, ops,
+                            recipe)
+    grad = operands.operand(dy_rows, -2, recipe.weight_grad, ops, recipe,
+                            grad_type)
+    drhs = ops.grouped_wgrad(rows, grad, layout).astype(rhs.dtype)
   return dlhs, drhs, None
 
 
 _grouped_matmul.defvjp(_grouped_matmul_fwd, _grouped_matmul_bwd)
-
-
-def _weight(w, axis: int, precision: str, ops: backend_lib.Ops,
-            recipe: Recipe) -> jax.Array | MxArray:
-  """A weight operand contracted along `axis`."""
-  if (precision == "mxfp8" and recipe.weight_block == "32x32"
-      and not isinstance(w, MxArray)):
-    w = ops.quantize(w, axis, block="32x32", rounding=recipe.rounding)
-  return operand(w, axis, precision, ops, recipe)
 
 
 def _align(x: jax.Array | MxArray, sizes: jax.Array):

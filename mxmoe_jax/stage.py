@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
-from mxmoe_jax import matmul
+from mxmoe_jax import operands
 from mxmoe_jax import sharding as sharding_lib
 from pallas_kernels import mxfp8, reference
 
@@ -31,11 +31,14 @@ class Stage:
     ops: the operations of the backend.
     config: the layer.
     sharding: the mesh and its axes, or None on one device.
+    folded: whether rows and weights get one scale each (`reference.fold`), for
+      the fast matmul of Hopper.
   """
 
   ops: backend_lib.Ops
   config: MoEConfig
   sharding: sharding_lib.Sharding | None = None
+  folded: bool = False
 
   @property
   def recipe(self) -> Recipe:
@@ -51,6 +54,10 @@ class Stage:
   def fsdp_axis(self) -> str | None:
     """Mesh axis that axis 1 of the expert weights is split over."""
     return self.sharding.fsdp_axis if self.sharding else None
+
+  def folds(self, precision: str) -> bool:
+    """Whether rows for a matmul of this precision are folded."""
+    return self.folded and precision == "mxfp8"
 
   def sum_data(self, x: jax.Array) -> jax.Array:
     """The sum over the data axes."""
@@ -78,8 +85,8 @@ class Stage:
       return mx
     found = next(v for v in (x.plain, x.rows, x.columns) if v is not None)
     dtype = self.recipe.gradient_dtype if grad else mxfp8.E4M3
-    return matmul.operand(found, axis, precision, self.ops, self.recipe,
-                          dtype)
+    return operands.operand(found, axis, precision, self.ops, self.recipe,
+                          dtype, folded=self.folded and axis == -1)
 
   def numbers(self, x: Views) -> jax.Array:
     """x in float32."""
@@ -88,8 +95,20 @@ class Stage:
 
   def quantize_leg(self, x: jax.Array, precision: str,
                    grad: bool = False) -> jax.Array | MxArray:
-    """Tokens or rows in the precision that a wire leg carries."""
-    return self.read(Views(plain=x), -1, precision, grad)
+    """Tokens or rows in the precision that a wire leg carries.
+
+    Not folded: `take_rows` and `pack` fold on the way.
+    """
+    alone = dataclasses.replace(self, folded=False)
+    return alone.read(Views(plain=x), -1, precision, grad)
+
+  def wanted(self, rows: str | None, columns: str | None,
+             plain: bool = False) -> dict[str, Any]:
+    """Options of the `views` that two readers of given precisions need."""
+    folded = dict(folded=True) if rows and self.folds(rows) else {}
+    return dict(rows="linear" if rows == "mxfp8" else None,
+                columns="linear" if columns == "mxfp8" else None,
+                plain=plain or "bf16" in (rows, columns), **folded)
 
 
 def arrived(x: jax.Array | MxArray, stage: Stage,
@@ -108,7 +127,7 @@ def arrived(x: jax.Array | MxArray, stage: Stage,
     return Views(rows=x)
   matmul_reads = recipe.input_grad if grad else recipe.forward
   dtype = recipe.gradient_dtype if grad else mxfp8.E4M3
-  forms = wanted(matmul_reads, recipe.weight_grad)
+  forms = stage.wanted(matmul_reads, recipe.weight_grad)
   return stage.ops.views(x, rounding=recipe.rounding, dtype=dtype, **forms)
 
 
@@ -124,22 +143,33 @@ def make_stage(config: MoEConfig, sharding: sharding_lib.Sharding | None,
     listen: as for `backend.select`.
 
   Raises:
-    NotImplementedError: the backend cannot run there.
+    NotImplementedError: the backend cannot run there, or cannot fold there.
   """
   device = device or sharding_lib.first_device(sharding)
-  capability = backend_lib.device_capability(device)
-  if (config.recipe.hopper == "folded"
-      and backend_lib.generation(capability) == "hopper"):
-    raise NotImplementedError(
-        "Recipe(hopper='folded'): the folded matmul does not exist yet. Use"
-        " hopper='exact', the default.")
   ops = backend_lib.select(config.backend, device, listen)
-  return Stage(ops, config, sharding)
+  folded = folds_on(config, device)
+  return Stage(ops, config, sharding, folded)
 
 
-def wanted(rows: str | None, columns: str | None,
-           plain: bool = False) -> dict[str, Any]:
-  """Options of the `views` that two readers of given precisions need."""
-  return dict(rows="linear" if rows == "mxfp8" else None,
-              columns="linear" if columns == "mxfp8" else None,
-              plain=plain or "bf16" in (rows, columns))
+def folds_on(config: MoEConfig, device: Any = None) -> bool:
+  """Whether a layer folds its rows and weights on a device: only on Hopper.
+
+  Raises:
+    NotImplementedError: it should, but its weights cannot be folded.
+  """
+  capability = backend_lib.device_capability(device)
+  if (config.recipe.hopper != "folded"
+      or backend_lib.generation(capability) != "hopper"):
+    return False
+  instead = "Use hopper='exact', the default."
+  if config.recipe.weight_block != "1x32":
+    raise NotImplementedError(
+        "Recipe(hopper='folded'): a weight has one scale per output channel,"
+        f" so weight_block must be '1x32'; got {config.recipe.weight_block!r}."
+        f" {instead}")
+  if config.fsdp_axis is not None:
+    raise NotImplementedError(
+        "Recipe(hopper='folded'): weights that are split over fsdp_axis="
+        f"{config.fsdp_axis!r} are quantized where they lie, and one scale per"
+        f" output channel needs them whole. {instead}")
+  return True

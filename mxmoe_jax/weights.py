@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
+from mxmoe_jax import operands
 from mxmoe_jax import stage as stage_lib
 from pallas_kernels import mxfp8
 
@@ -40,6 +41,9 @@ class QuantizedWeights:
     gate_up_grad: [E, D, 2 F], blocks along 2 F, read by the input gradient.
     down: [E, F, D], blocks along F.
     down_grad: [E, F, D], blocks along D.
+
+  Folded copies (Hopper) have the contracted axis last: gate_up [E, 2 F, D]
+  and down [E, D, F], blocks along the last axis.
   """
 
   gate_up: MxArray | None = None
@@ -84,11 +88,14 @@ def quantize_weights(params: dict[str, jax.Array], config: MoEConfig, *,
   ops = backend_lib.select(config.backend, device)
   gate_up, down = flat_gate_up(params["gate_up"]), params["down"]
   gate_up, down = lax.stop_gradient((gate_up, down))
-  recipe = config.recipe
-  views: dict[str, MxArray | None] = {}
+  recipe, folded = config.recipe, stage_lib.folds_on(config, device)
+  views: dict[str, Any] = {}
   for name, w in (("gate_up", gate_up), ("down", down)):
-    forward = _quantize_weight(w, -2, recipe.forward, ops, recipe)
-    backward = _quantize_weight(w, -1, recipe.input_grad, ops, recipe)
+    forward, backward = (
+        operands.weight_operand(w, axis, precision, ops, recipe, folded)
+        if precision == "mxfp8" else None
+        for axis, precision in ((-2, recipe.forward),
+                                (-1, recipe.input_grad)))
     if recipe.weight_block == "32x32" and forward is not None:
       backward = forward if backward is not None else None  # one copy
     views |= {name: forward, f"{name}_grad": backward}
@@ -124,6 +131,8 @@ def _check_view(name: str, mx: MxArray | None, shape: tuple[int, ...],
         f" the config's recipe; got {mx!r}. Make it by quantize_weights with"
         " the same config.")
   read_along = axis if block == "1x32" else mx.axis  # 32x32: along both
+  if mx.folded and axis == -2:  # contracted axis last
+    shape, read_along = (shape[0], shape[2], shape[1]), -1
   if (tuple(mx.shape), mx.block, mx.axis) != (shape, block, read_along):
     raise ValueError(
         f"moe: quantized.{name} must have shape {shape} and {block} blocks"
@@ -131,22 +140,29 @@ def _check_view(name: str, mx: MxArray | None, shape: tuple[int, ...],
         " same config.")
 
 
-def _quantize_weight(w: jax.Array, axis: int, precision: str,
-                     ops: backend_lib.Ops, recipe: Recipe) -> MxArray | None:
-  if precision == "bf16":
-    return None
-  return ops.quantize(w, axis, block=recipe.weight_block,
-                      rounding=recipe.rounding)
-
-
 def operand(master: jax.Array, view: MxArray | None, axis: int,
             precision: str, stage: Stage) -> jax.Array | MxArray:
-  """A weight as a matmul reads it: the quantized view if there is one."""
+  """A weight as `operands.multiply` reads it: the quantized view if any.
+
+  Raises:
+    ValueError: the view is not folded where the layer folds.
+  """
   if precision == "bf16":
     return _gather(master.astype(jnp.bfloat16), stage.fsdp_axis)
-  mx = view if view is not None else _quantize_weight(
-      master, axis, precision, stage.ops, stage.recipe)
-  return _gather(mx, stage.fsdp_axis).along(axis)
+  if view is not None and stage.folded and not view.folded:
+    raise ValueError(
+        "moe: Recipe(hopper='folded') on Hopper reads folded copies of the"
+        f" weights; got {view!r}. Make them by quantize_weights(params, config,"
+        " device=the GPU).")
+  w = master if view is None else view
+  if view is None and stage.fsdp_axis is None:
+    return operands.weight_operand(w, axis, precision, stage.ops, stage.recipe,
+                                 stage.folded)
+  if view is None:
+    w = stage.ops.quantize(w, axis, block=stage.recipe.weight_block,
+                           rounding=stage.recipe.rounding)
+  w = _gather(w, stage.fsdp_axis)
+  return operands.weight_operand(w, axis, precision, stage.ops, stage.recipe)
 
 
 def _gather(w: jax.Array | MxArray | None, axis: str | None) -> Any:

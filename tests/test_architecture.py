@@ -25,8 +25,8 @@ MAY_IMPORT = {
 # The data flow of the layer, which is the import order and the reading order: a
 # module imports only modules to its left. A new module is added at its place.
 READING_ORDER = (
-  *("config", "sharding", "mosaic_ops", "backend", "matmul", "routing"),
-  *("permute", "exchange", "stage", "weights", "experts", "residuals"),
+  *("config", "sharding", "mosaic_ops", "backend", "operands", "matmul"),
+  *("routing", "permute", "exchange", "stage", "weights", "experts", "residuals"),
   *("arguments", "layer", "module", "explaining", "__init__"),
 )
 

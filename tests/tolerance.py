@@ -36,6 +36,7 @@ LAYER = {"y": 22.5, "x": 21.5, "experts": 20.5, "router": 20.0}
 LAYER_E5M2 = LAYER | {"x": 19.5, "experts": 19.5}
 LAYER_BF16 = 40.0
 FLOOR_COSTS = 1.5  # dB, layer floors of the rule "floor"
+FOLDED_COSTS = 0.5  # dB, the folded layer against the exact one
 
 # Fused SwiGLU: exp differs between compilers.
 SWIGLU_EQUAL_BYTES = 0.999

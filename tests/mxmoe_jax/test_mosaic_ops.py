@@ -127,9 +127,22 @@ def test_shapes_agree_with_the_reference_through_the_whole_layer():
   assert on_gpu.buffer_bytes == on_cpu.buffer_bytes
 
 
-def test_folded_is_refused_on_hopper_until_it_exists():
+def test_folded_is_for_hopper_alone():
   recipe = mxmoe_jax.Recipe.mxfp8(hopper="folded")
   cfg = meshes.config(recipe=recipe, expert_axis=None, data_axes=())
+  assert stage.make_stage(cfg, None, HOPPER).folded
+  for device in (jax.devices("cpu")[0], BLACKWELL):
+    assert not stage.make_stage(cfg, None, device).folded
+  exact = meshes.config(expert_axis=None, data_axes=())
+  assert not stage.make_stage(exact, None, HOPPER).folded
+
+
+@pytest.mark.parametrize("change", [
+    dict(recipe=mxmoe_jax.Recipe.mxfp8(hopper="folded",
+                                       weight_block="32x32")),
+    dict(fsdp_axis="data")])
+def test_what_cannot_be_folded_is_refused_with_the_way_out(change):
+  recipe = mxmoe_jax.Recipe.mxfp8(hopper="folded")
+  cfg = meshes.config(**dict(recipe=recipe) | change)
   with pytest.raises(NotImplementedError, match="Use hopper='exact'"):
     stage.make_stage(cfg, None, HOPPER)
-  assert stage.make_stage(cfg, None, jax.devices("cpu")[0]).ops is not None

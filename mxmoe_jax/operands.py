@@ -1,0 +1,98 @@
+"""Operands of a grouped matmul: the one rule of how each gets its precision.
+
+    operand         numbers or MXFP8, along the axis that is contracted
+    weight_operand  the same for weights, folded where Hopper asks for it
+    multiply        a grouped matmul of the two
+
+Legend: R rows, K contracted, N produced, G groups.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mxmoe_jax import backend as backend_lib
+from mxmoe_jax import config as config_lib
+from pallas_kernels import groups, mxfp8
+
+MxArray = mxfp8.MxArray
+Recipe = config_lib.Recipe
+
+
+def operand(x: jax.Array | MxArray, axis: int, precision: str,
+            ops: backend_lib.Ops, recipe: Recipe, dtype: Any = mxfp8.E4M3,
+            folded: bool = False) -> jax.Array | MxArray:
+  """A matmul operand in the precision that the recipe asks for.
+
+  Args:
+    x: what there is: bf16 or float32 numbers, or MXFP8.
+    axis: the axis that the matmul contracts.
+    precision: "mxfp8" or "bf16".
+    ops: operations of the backend.
+    recipe: gives the scale rule.
+    dtype: fp8 type if x has to be quantized here.
+    folded: whether rows that are quantized here are folded.
+
+  Returns:
+    bf16 numbers, or an MxArray with blocks along `axis`. MXFP8 with blocks
+    along another axis is quantized a second time.
+  """
+  if precision == "bf16":
+    if isinstance(x, MxArray):
+      return ops.dequantize(x, jnp.bfloat16)
+    return x.astype(jnp.bfloat16)
+  if not isinstance(x, MxArray):
+    return ops.quantize(x, axis, rounding=recipe.rounding, dtype=dtype,
+                        **(dict(folded=True) if folded else {}))
+  if x.block == "32x32":
+    return x.along(axis)
+  if x.axis == axis:
+    return x
+  return ops.requantize(x, axis, rounding=recipe.rounding)
+
+
+def weight_operand(w: jax.Array | MxArray, axis: int, precision: str,
+                   ops: backend_lib.Ops, recipe: Recipe,
+                   folded: bool = False) -> jax.Array | MxArray:
+  """A weight [G, K, N] as a matmul over `axis` reads it, for `multiply`.
+
+  A folded weight is stored with the contracted axis last, so that of the
+  forward pass is the transpose: Hopper's fp8 tensor cores read no other way.
+
+  Args:
+    w: numbers, or MXFP8 (already in the form that is wanted, or 32x32).
+    axis: -2 (forward) or -1 (input gradient).
+    precision: "mxfp8" or "bf16".
+    ops: operations of the backend.
+    recipe: gives the scale rule and the blocks.
+    folded: whether weights that are quantized here are folded.
+  """
+  if precision == "mxfp8" and not isinstance(w, MxArray):
+    if folded:
+      return ops.quantize(w, axis, rounding=recipe.rounding, folded=True,
+                          transposed=axis == -2)
+    w = ops.quantize(w, axis, block=recipe.weight_block,
+                     rounding=recipe.rounding)
+  if isinstance(w, MxArray) and w.folded and precision == "mxfp8":
+    return w
+  return operand(w, axis, precision, ops, recipe)
+
+
+def multiply(x: jax.Array | MxArray, w: jax.Array | MxArray,
+             layout: groups.GroupLayout, ops: backend_lib.Ops, *,
+             transpose_rhs: bool = False, out_dtype: Any = jnp.bfloat16
+             ) -> jax.Array:
+  """x [R, K] times the weights of `weight_operand`, [R, N].
+
+  Args:
+    x: rows, as `operand` makes them.
+    w: weights; folded ones have the contracted axis last in any case.
+    layout: of the rows.
+    ops: operations of the backend.
+    transpose_rhs: contract the last axis of [G, K, N] (the input gradient).
+    out_dtype: bfloat16 or float32.
+  """
+  last = transpose_rhs or (isinstance(w, MxArray) and w.folded)
+  return ops.grouped_matmul(x, w, layout, transpose_rhs=last,
+                            out_dtype=out_dtype)
