@@ -26,8 +26,8 @@ MAY_IMPORT = {
 # module imports only modules to its left. A new module is added at its place.
 READING_ORDER = (
   *("config", "sharding", "mosaic_ops", "backend", "operands", "matmul"),
-  *("routing", "permute", "exchange", "stage", "weights", "experts", "residuals"),
-  *("arguments", "layer", "module", "explaining", "__init__"),
+  *("routing", "permute", "exchange", "stage", "weights", "experts"),
+  *("residuals", "arguments", "layer", "module", "explaining", "__init__"),
 )
 
 MAX_FILE_LINES = 350
