@@ -103,9 +103,11 @@ def explain(config: MoEConfig, tokens: int, *,
       passes=(*_legs(config, ep, forward, "dispatch"),
               *_forward_passes(config.recipe, forward),
               *_legs(config, ep, forward, "combine"),
+              *_between("forward", forward),
               *_legs(config, ep, backward, "combine_grad"),
               *_backward_passes(config.recipe, backward),
-              *_legs(config, ep, backward, "dispatch_grad")),
+              *_legs(config, ep, backward, "dispatch_grad"),
+              *_between("backward", backward)),
       buffer_bytes=_buffers(config, local, ep, rows, per_row),
       saved_bytes_per_row=per_row, rows=rows, tokens=local,
       devices=_describe(sharding, device))
@@ -178,6 +180,22 @@ def _backward_passes(recipe: config_lib.Recipe,
                 -1),
           _pass("up weight_grad", recipe.weight_grad, heard, "grouped_wgrad",
                 1))
+
+
+def _between(name: str, heard: _Heard) -> tuple[Pass, ...]:
+  """What prepares operands, by operation; each leg's own quantize included.
+
+  That is: weights and rows quantized, rows quantized again along the other
+  axis, and numbers read from MXFP8.
+  """
+  steps = []
+  for operation in ("quantize", "views", "requantize", "dequantize"):
+    calls = heard.get(operation, [])
+    for choice in dict.fromkeys(calls):  # in order, each once
+      times = calls.count(choice)
+      steps.append(Pass(f"{name} {operation} x{times}", "mxfp8",
+                        choice.implementation, choice.reason))
+  return tuple(steps)
 
 
 def _legs(config: MoEConfig, ep: int, heard: _Heard,

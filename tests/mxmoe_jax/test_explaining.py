@@ -90,3 +90,14 @@ def test_is_frozen():
   told = explain(layers.config(), 64)
   with pytest.raises(dataclasses.FrozenInstanceError):
     told.rows = 1
+
+
+def test_what_prepares_operands_is_told_with_its_number_of_calls():
+  """Forward: x, two weights. Backward: dy, two weights; x and dy again."""
+  cfg = MoEConfig(d_model=64, d_ff=96, num_experts=4, top_k=2)
+  names = [p.name for p in explain(cfg, 256).passes]
+  assert "forward quantize x3" in names
+  assert "backward quantize x3" in names
+  assert "backward requantize x2" in names
+  plain = dataclasses.replace(cfg, recipe=Recipe.bf16())
+  assert not [p.name for p in explain(plain, 256).passes if " x" in p.name]
