@@ -94,7 +94,7 @@ def test_is_frozen():
 
 def test_what_prepares_operands_is_told_with_its_number_of_calls():
   """Forward: x, two weights. Backward: dy, two weights; x and dy again."""
-  cfg = MoEConfig(d_model=64, d_ff=96, num_experts=4, top_k=2)
+  cfg = layers.config()
   names = [p.name for p in explain(cfg, 256).passes]
   assert "forward quantize x3" in names
   assert "backward quantize x3" in names
