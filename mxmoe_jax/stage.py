@@ -127,6 +127,8 @@ def arrived(x: jax.Array | MxArray, stage: Stage,
     return Views(rows=x)
   matmul_reads = recipe.input_grad if grad else recipe.forward
   dtype = recipe.gradient_dtype if grad else mxfp8.E4M3
+  if {matmul_reads, recipe.weight_grad} == {"bf16"}:
+    return Views(plain=x)
   forms = stage.wanted(matmul_reads, recipe.weight_grad)
   return stage.ops.views(x, rounding=recipe.rounding, dtype=dtype, **forms)
 
