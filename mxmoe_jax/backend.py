@@ -73,6 +73,12 @@ def generation(capability: str | None) -> Generation | None:
   return known.get(capability)
 
 
+def _kernels(device: Any) -> dict[str, Callable[..., Any]]:
+  """The kernels of a device's generation, by operation."""
+  known = generation(device_capability(device))
+  return {} if known is None else mosaic_ops.kernels(known)
+
+
 def default_device() -> Any:
   """The device that computations run on unless told otherwise."""
   device = jax.config.jax_default_device
@@ -127,15 +133,16 @@ def select(backend: str, device: Any = None,
     raise NotImplementedError(
         f"backend='mosaic': {obstacle}. Use backend='xla', or 'auto', which"
         " takes kernels where they run.")
+  kernels = _kernels(device)
   return Ops(**{name: functools.partial(
-      _run, name, obstacle, backend == "mosaic", listen)
+      _run, name, kernels.get(name), obstacle, backend == "mosaic", listen)
                 for name in OPERATIONS})
 
 
-def _run(name: str, obstacle: str | None, strict: bool,
-         listen: Listener | None, *args: Any, **options: Any) -> Any:
+def _run(name: str, kernel: Callable[..., Any] | None, obstacle: str | None,
+         strict: bool, listen: Listener | None, *args: Any,
+         **options: Any) -> Any:
   """Runs an operation on its kernel, or on the reference with the reason."""
-  kernel = getattr(mosaic_ops, name, None)
   if obstacle is None and kernel is None:
     obstacle = f"there is no Mosaic kernel for {name} yet"
     if strict:

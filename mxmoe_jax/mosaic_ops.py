@@ -5,7 +5,8 @@ that a kernel does not take is its NotImplementedError, which `backend` turns
 into the reference (backend "auto") or lets through ("mosaic").
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 
@@ -24,9 +25,14 @@ requantize = requantize_kernel.requantize
 
 def views(x: jax.Array, *, rows: mxfp8.Layout | None = "linear",
           columns: mxfp8.Layout | None = "linear", plain: bool = False,
-          rounding: mxfp8.Rounding = "rceil", dtype: Any = mxfp8.E4M3
-          ) -> Views:
+          rounding: mxfp8.Rounding = "rceil", dtype: Any = mxfp8.E4M3,
+          folded: bool = False) -> Views:
   """`reference.views`: both in one read of x."""
+  if folded:
+    raise NotImplementedError(
+        "quantize kernel: rows are folded where they are permuted, not where"
+        " bf16 rows from a wire are quantized. Use a recipe with MXFP8"
+        " dispatch and combine_grad, or backend=\"xla\".")
   if rows is not None and columns is not None:
     made = quantize_kernel.quantize_both(
         x, rounding=rounding, dtype=dtype, layouts=(rows, columns))
@@ -60,19 +66,34 @@ def _blocked(pre: jax.Array | MxArray) -> jax.Array | MxArray:
   return pre.with_layout("blocked") if isinstance(pre, MxArray) else pre
 
 
-def take_rows(x: jax.Array | MxArray,
-              source: jax.Array) -> jax.Array | MxArray:
+def take_rows(x: jax.Array | MxArray, source: jax.Array,
+              **options: Any) -> jax.Array | MxArray:
   """`reference.take_rows`; scales of an MxArray come out blocked."""
   if isinstance(x, MxArray):
-    return permute.permute(x, source)
+    return permute.permute(x, source, **options)
   return permute.take_rows(x, source)
 
 
-def pack(x: jax.Array | MxArray, row: jax.Array,
-         weight: jax.Array) -> jax.Array:
+def pack(x: jax.Array | MxArray, row: jax.Array, weight: jax.Array,
+         **options: Any) -> jax.Array:
   """`reference.pack`: wire rows gathered in one read."""
   if not isinstance(x, MxArray):
     raise NotImplementedError(
         "pack kernel: it packs MXFP8 rows; bf16 rows are packed by XLA.")
-  return permute.pack(x, row, weight)
+  return permute.pack(x, row, weight, **options)
+
+
+def kernels(generation: Literal["hopper", "blackwell"]
+            ) -> dict[str, Callable[..., Any]]:
+  """The kernels of a GPU generation, by the names of `backend.Ops`.
+
+  Matmuls are written for one generation's tensor cores; the rest runs on both.
+  """
+  matmuls: dict[str, dict[str, Callable[..., Any]]] = {
+      "hopper": dict(), "blackwell": dict()}
+  return matmuls[generation] | dict(
+      quantize=quantize, views=views, requantize=requantize,
+      dequantize=dequantize, take_rows=take_rows, pack=pack,
+      swiglu_quantize=swiglu_quantize,
+      swiglu_backward_quantize=swiglu_backward_quantize)
 

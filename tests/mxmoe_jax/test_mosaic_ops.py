@@ -63,10 +63,10 @@ def test_blackwell_is_never_chosen_unasked():
 
 
 def test_every_kernel_operation_is_one_of_the_pipeline():
-  kernels = {name for name in backend.OPERATIONS
-             if hasattr(mosaic_ops, name)}
-  assert kernels == set(backend.OPERATIONS) - {"grouped_matmul",
-                                               "grouped_wgrad"}
+  for generation in ("hopper", "blackwell"):
+    kernels = set(mosaic_ops.kernels(generation))
+    assert kernels == set(backend.OPERATIONS) - {"grouped_matmul",
+                                                 "grouped_wgrad"}
 
 
 @pytest.mark.parametrize("recipe", [
