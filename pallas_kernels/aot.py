@@ -44,6 +44,7 @@ from pallas_kernels import (
   requantize,
   swiglu,
 )
+from pallas_kernels.hopper import grouped_matmul as hopper_grouped_matmul
 
 TMEM_COLUMNS = 512  # per SM, PTX ISA, tcgen05.alloc
 SMEM_RESERVED = 1024  # bytes per CTA that the driver keeps, CUDA guide 7.4
@@ -106,7 +107,10 @@ def load_target(name: str) -> Target:
 
 def kernels(target: Target) -> list[mosaic.Variant]:
   """Every kernel in every tile choice that the library can select."""
-  modules = (quantize, dequantize, requantize, swiglu, permute)
+  modules = (
+    *(quantize, dequantize, requantize, swiglu, permute),
+    hopper_grouped_matmul,
+  )
   return [v for module in modules for v in module.variants(target.name)]
 
 
