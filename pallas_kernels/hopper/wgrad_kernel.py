@@ -1,0 +1,284 @@
+"""The body of Hopper's grouped wgrad: what one CTA does with its tiles.
+
+    loader     tile -> (group, columns of lhs, columns of rhs)
+               for each 64 rows of the group:  acquire | TMA lhs, TMA rhs
+    consumers  for each 64 rows:  await | wgmma | release the slot before
+               sums | plus what was there | slab to shared memory | TMA store
+
+Both operands lie in shared memory as in global memory, rows of the group
+outermost, and wgmma reads them across: its 16-bit forms take either order.
+
+Consumers that take tiles in turn have a set of ``full`` barriers each, because
+a barrier's phase is known only to a warpgroup that awaits every one of its
+phases. The ring itself keeps them in turn: a tile's slots are loaded only when
+the tile before has been read.
+
+`common` has the ring and the roles, `grouped_wgrad` the entry point. Edges need
+no care: loads past K or N give zeros and TMA drops stores past them.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_kernels import mosaic
+from pallas_kernels.hopper import common, wgrad_tile
+
+STEP = wgrad_tile.STEP
+CONSUMERS = wgrad_tile.CONSUMERS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+  """What one call of the kernel computes; static.
+
+  Attributes:
+    groups: G.
+    depth: K, columns of lhs.
+    width: N, columns of rhs.
+    out_dtype: float32 or bf16.
+    accumulate: Adds to what an array holds.
+    tile: The schedule.
+  """
+
+  groups: int
+  depth: int
+  width: int
+  out_dtype: Any
+  accumulate: bool
+  tile: wgrad_tile.WgradTile
+
+  @property
+  def grid(self) -> tuple[int, int]:
+    """Tiles of a group along K and along N."""
+    return -(-self.depth // self.tile.lhs), -(-self.width // self.tile.rhs)
+
+  @property
+  def tiles(self) -> int:
+    """Tiles of all groups."""
+    return self.groups * self.grid[0] * self.grid[1]
+
+  @property
+  def slab(self) -> int:
+    """Columns that the epilogue stores at a time."""
+    return wgrad_tile.SLAB_BYTES // jnp.dtype(self.out_dtype).itemsize
+
+  def scratch(self) -> list[Any]:
+    """Barriers, the rings of lhs and rhs, and the slabs of the epilogue."""
+    tile = self.tile
+    span = common.span((self.depth, jnp.bfloat16), (self.width, jnp.bfloat16))
+    turns = CONSUMERS if tile.alternate else 1
+    slabs = (CONSUMERS, tile.buffers, tile.part, self.slab)
+    return [
+      plgpu.Barrier(num_arrivals=2, num_barriers=turns * tile.stages),
+      plgpu.Barrier(num_arrivals=CONSUMERS // turns, num_barriers=tile.stages),
+      plgpu.Barrier(num_barriers=CONSUMERS),
+      common.operand((tile.stages, STEP, tile.lhs), jnp.bfloat16, span),
+      common.operand((tile.stages, STEP, tile.rhs), jnp.bfloat16, span),
+      mosaic.swizzled(slabs, self.out_dtype, self.width),
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Tile:
+  """A tile of the result, as `each_tile` gives it; indices are [] int32.
+
+  Attributes:
+    group: Its group.
+    start: First row of the group.
+    steps: Steps of 64 rows of the group; 0 if it has none.
+    row: Tile along K.
+    column: Tile along N.
+    before: Steps of this CTA's tiles before.
+    turn: The consumer whose turn it is.
+  """
+
+  group: jax.Array
+  start: jax.Array
+  steps: jax.Array
+  row: jax.Array
+  column: jax.Array
+  before: jax.Array
+  turn: jax.Array
+
+
+def each_tile(body, schedule, problem: Problem) -> jax.Array:
+  """Calls ``body(tile)`` for each `Tile` of this CTA.
+
+  Args:
+    body: Of a role.
+    schedule: [3, G] int32 in global memory, groups in the order of work: which
+      group, its first row, its steps.
+    problem: What is computed.
+
+  Returns:
+    [] int32, the steps of all of them.
+  """
+  down, across = problem.grid
+
+  def visit(info, carry):
+    (index,) = info.index
+    place = lax.div(index, jnp.int32(down * across))
+    inside = lax.rem(index, jnp.int32(down * across))
+    row, column = plgpu.planar_snake(inside, problem.grid, 1, problem.tile.band)
+    tile = Tile(
+      group=schedule[0, place],
+      start=schedule[1, place],
+      steps=schedule[2, place],
+      row=row,
+      column=column,
+      before=carry,
+      turn=lax.rem(info.local_index, jnp.int32(CONSUMERS)),
+    )
+    body(tile)
+    return carry + tile.steps
+
+  return plgpu.nd_loop(
+    (problem.tiles,), collective_axes=common.AXIS, init_carry=jnp.int32(0)
+  )(visit)
+
+
+def full_barrier(ring: common.Ring, slot, turn, problem: Problem):
+  """The barrier of a loaded slot that the consumer ``turn`` awaits."""
+  if not problem.tile.alternate:
+    return ring.full.at[slot]
+  return ring.full.at[turn * ring.stages + slot]
+
+
+def load_tiles(schedule, sources, ring, targets, problem: Problem):
+  """The loader's role."""
+  sizes = (problem.tile.lhs, problem.tile.rhs)
+
+  def load_step(k, _, tile):
+    slot = ring.acquire(tile.before + k)
+    barrier = full_barrier(ring, slot, tile.turn, problem)
+    rows = pl.ds(tile.start + k * STEP, STEP)
+    for source, target, size, index in zip(
+      sources, targets, sizes, (tile.row, tile.column), strict=True
+    ):
+      window = source.at[rows, pl.ds(index * size, size)]
+      plgpu.copy_gmem_to_smem(window, target.at[slot], barrier)
+
+  def load_tile(tile):
+    step = functools.partial(load_step, tile=tile)
+    lax.fori_loop(0, tile.steps, step, None)
+
+  ring.drain(each_tile(load_tile, schedule, problem))
+
+
+def multiply(ring, operands, tile, consumer, problem: Problem) -> jax.Array:
+  """The sums of a consumer's part of a tile; zeros without steps.
+
+  One wgmma is in flight while the next one is issued; a slot is released when
+  its own has ended.
+
+  Returns:
+    [part, rhs] float32 in the layout ``plgpu.Layout.WGMMA``.
+  """
+  lhs_smem, rhs_smem = operands
+  part = problem.tile.part
+
+  def scope(accumulator):
+    def body(k, _):
+      step = tile.before + k
+      slot = ring.slot(step)
+      plgpu.barrier_wait(full_barrier(ring, slot, consumer, problem))
+      lhs = lhs_smem.at[slot]
+      if not problem.tile.alternate:
+        lhs = lhs.at[:, pl.ds(consumer * part, part)]
+      plgpu.wgmma(accumulator, lhs.transpose((1, 0)), rhs_smem.at[slot])
+      plgpu.wgmma_wait(1)
+
+      @pl.when(k > 0)
+      def _():
+        ring.release(step - 1)
+
+    lax.fori_loop(0, tile.steps, body, None)
+    plgpu.wgmma_wait(0)
+
+    @pl.when(tile.steps > 0)
+    def _():
+      ring.release(tile.before + tile.steps - 1)
+
+    return accumulator[...]
+
+  shape = (part, problem.tile.rhs)
+  return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
+
+
+def store(sums, window, slabs, arrays, loaded, problem: Problem) -> None:
+  """Stores a consumer's sums, a slab of columns at a time.
+
+  Args:
+    sums: [part, rhs] float32.
+    window: ``window(column)``: indices of the slab that starts there.
+    slabs: [buffers, part, slab] in shared memory.
+    arrays: What to add to, or None, and the result, in global memory.
+    loaded: Barrier of the slab that is added to.
+    problem: What is computed.
+  """
+  accumulate, out = arrays
+  buffers = problem.tile.buffers
+  for i, column in enumerate(range(0, problem.tile.rhs, problem.slab)):
+    slab = slabs.at[i % buffers]
+    value = sums[:, column : column + problem.slab]
+    plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+    if accumulate is not None:
+      plgpu.copy_gmem_to_smem(accumulate.at[window(column)], slab, loaded)
+      plgpu.barrier_wait(loaded)
+      value += plgpu.load(slab, layout=plgpu.Layout.WGMMA)
+    slab[...] = value.astype(problem.out_dtype)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(slab, out.at[window(column)])
+
+
+def multiply_tiles(schedule, refs, consumer, problem: Problem):
+  """A consumer's role."""
+  ring, operands, slabs, arrays, loaded = refs
+  part = problem.tile.part
+
+  def multiply_tile(tile):
+    sums = multiply(ring, operands, tile, consumer, problem)
+    first = tile.row * problem.tile.lhs
+    if not problem.tile.alternate:
+      first += consumer * part
+
+    def window(column):
+      columns = pl.ds(tile.column * problem.tile.rhs + column, problem.slab)
+      return tile.group, pl.ds(first, part), columns
+
+    store(
+      sums, window, slabs.at[consumer], arrays, loaded.at[consumer], problem
+    )
+
+  def visit(tile):
+    if problem.tile.alternate:
+      pl.when(tile.turn == consumer)(lambda: multiply_tile(tile))
+    else:
+      multiply_tile(tile)
+
+  each_tile(visit, schedule, problem)
+  plgpu.wait_smem_to_gmem(0)
+
+
+def kernel(*refs, problem: Problem):
+  """The body: schedule, lhs, rhs, what to add to, the result, the scratch."""
+  schedule, lhs, rhs, *refs = refs
+  accumulate = refs.pop(0) if problem.accumulate else None
+  out, full, empty, loaded, lhs_smem, rhs_smem, slabs = refs
+  ring = common.Ring(stages=problem.tile.stages, full=full, empty=empty)
+  operands = (lhs_smem, rhs_smem)
+
+  def consume(consumer):
+    memory = (ring, operands, slabs, (accumulate, out), loaded)
+    multiply_tiles(schedule, memory, consumer, problem)
+
+  common.roles(
+    lambda: load_tiles(schedule, (lhs, rhs), ring, operands, problem), consume
+  )

@@ -1,0 +1,84 @@
+"""Tile choices of Hopper's grouped wgrad: what is legal, and the default."""
+
+import dataclasses
+
+STEP = 64  # rows of a step: a wgmma contracts whole swizzled tiles of 64
+UNIT = 64  # columns: rows of one wgmma, and a swizzled tile of bf16
+MAX_COLUMNS = 256  # columns of one wgmma
+CONSUMERS = 2  # warpgroups that multiply
+# float32 sums that a thread can hold beside what it computes with.
+MAX_SUMS = 192
+THREADS = 128  # of a warpgroup
+SMEM_BYTES = 232448  # shared memory that one CTA may use, CUDA guide 16.8
+BARRIER_BYTES = 1024  # barriers, generously
+SLAB_BYTES = 128  # bytes of a row that the epilogue stores at a time
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class WgradTile:
+  """The schedule of a grouped wgrad.
+
+  Attributes:
+    lhs: Columns of lhs of a tile, rows of its result; a multiple of 64, of 128
+      if the consumers share it.
+    rhs: Columns of rhs of a tile; a multiple of 64, at most 256.
+    stages: Steps that the ring holds, loads in flight included.
+    alternate: The two consumers take tiles in turn, so that one multiplies
+      while the other stores; otherwise they share each tile by halves of lhs.
+    buffers: Slabs of 128 bytes of a row whose stores may be in flight.
+    band: Tiles along rhs of a band: neighbours in time share operands in L2.
+  """
+
+  lhs: int = 128
+  rhs: int = 192
+  stages: int = 4
+  alternate: bool = True
+  buffers: int = 2
+  band: int = 8
+
+  def __post_init__(self):
+    unit = UNIT if self.alternate else UNIT * CONSUMERS
+    if self.lhs <= 0 or self.lhs % unit:
+      raise ValueError(
+        f"WgradTile: lhs must be a positive multiple of {unit}; got {self.lhs}."
+      )
+    if self.rhs not in range(UNIT, MAX_COLUMNS + 1, UNIT):
+      raise ValueError(
+        f"WgradTile: rhs must be a multiple of {UNIT} up to {MAX_COLUMNS}; got "
+        f"{self.rhs}."
+      )
+    if self.stages < 2 or self.buffers < 1 or self.band < 1:
+      raise ValueError(
+        "WgradTile: needs at least 2 stages, 1 buffer and a band of 1; got "
+        f"stages={self.stages}, buffers={self.buffers}, band={self.band}."
+      )
+    if self.part * self.rhs > MAX_SUMS * THREADS:
+      raise ValueError(
+        f"WgradTile: a consumer holds {self.part} x {self.rhs} sums, more than "
+        f"the {MAX_SUMS} of a thread that fit its registers."
+      )
+    if self.smem_bytes > SMEM_BYTES:
+      raise ValueError(
+        f"WgradTile: {self.name} needs {self.smem_bytes} bytes of shared memory"
+        f", more than {SMEM_BYTES}; take fewer stages or buffers."
+      )
+
+  @property
+  def part(self) -> int:
+    """Columns of lhs of one consumer."""
+    return self.lhs if self.alternate else self.lhs // CONSUMERS
+
+  @property
+  def smem_bytes(self) -> int:
+    """Shared memory that the schedule needs."""
+    ring = self.stages * STEP * (self.lhs + self.rhs) * 2
+    slabs = CONSUMERS * self.buffers * self.part * SLAB_BYTES
+    return ring + slabs + BARRIER_BYTES
+
+  @property
+  def name(self) -> str:
+    """A short name, e.g. ``128x192 s4 b2 n8 turns``."""
+    how = "turns" if self.alternate else "halves"
+    return (
+      f"{self.lhs}x{self.rhs} s{self.stages} b{self.buffers} n{self.band} {how}"
+    )
