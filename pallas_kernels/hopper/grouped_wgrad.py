@@ -1,6 +1,6 @@
 """Grouped wgrad on Hopper: the gradient of every expert's weight.
 
-    dw[g] = sum over the rows r of group g of lhs[r]^T rhs[r]      (+ accumulate)
+    dw[g] = sum over the rows r of group g of lhs[r]^T rhs[r]     (+ accumulate)
 
 Legend: lhs [R, K], rhs [R, N], dw [G, K, N]; the rows are aligned groups
 (`groups.GroupLayout`) and padding rows hold zeros. A tile is a piece of one

@@ -19,6 +19,7 @@ no care: loads past K or N give zeros and TMA drops stores past them.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from pallas_kernels.hopper import common, wgrad_tile
 
 STEP = wgrad_tile.STEP
 CONSUMERS = wgrad_tile.CONSUMERS
+SLAB_ROWS = wgrad_tile.UNIT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +76,7 @@ class Problem:
     tile = self.tile
     span = common.span((self.depth, jnp.bfloat16), (self.width, jnp.bfloat16))
     turns = CONSUMERS if tile.alternate else 1
-    slabs = (CONSUMERS, tile.buffers, tile.part, self.slab)
+    slabs = (CONSUMERS, tile.buffers, SLAB_ROWS, self.slab)
     return [
       plgpu.Barrier(num_arrivals=2, num_barriers=turns * tile.stages),
       plgpu.Barrier(num_arrivals=CONSUMERS // turns, num_barriers=tile.stages),
@@ -209,33 +211,38 @@ def multiply(ring, operands, tile, consumer, problem: Problem) -> jax.Array:
     return accumulator[...]
 
   shape = (part, problem.tile.rhs)
-  return pl.run_scoped(scope, plgpu.ACC(shape, jnp.float32))
+  return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def store(sums, window, slabs, arrays, loaded, problem: Problem) -> None:
-  """Stores a consumer's sums, a slab of columns at a time.
+  """Stores a consumer's sums, a slab at a time.
 
   Args:
     sums: [part, rhs] float32.
-    window: ``window(column)``: indices of the slab that starts there.
-    slabs: [buffers, part, slab] in shared memory.
+    window: ``window(row, column)``: indices of the slab that starts there.
+    slabs: [buffers, 64, slab] in shared memory.
     arrays: What to add to, or None, and the result, in global memory.
     loaded: Barrier of the slab that is added to.
     problem: What is computed.
   """
   accumulate, out = arrays
-  buffers = problem.tile.buffers
-  for i, column in enumerate(range(0, problem.tile.rhs, problem.slab)):
-    slab = slabs.at[i % buffers]
-    value = sums[:, column : column + problem.slab]
-    plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+  tile, width = problem.tile, problem.slab
+  corners = itertools.product(
+    range(0, tile.part, SLAB_ROWS), range(0, tile.rhs, width)
+  )
+  plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+  for i, (row, column) in enumerate(corners):
+    slab = slabs.at[i % tile.buffers]
+    value = sums[row : row + SLAB_ROWS, column : column + width]
+    if i >= tile.buffers:
+      plgpu.wait_smem_to_gmem(tile.buffers - 1, wait_read_only=True)
     if accumulate is not None:
-      plgpu.copy_gmem_to_smem(accumulate.at[window(column)], slab, loaded)
+      plgpu.copy_gmem_to_smem(accumulate.at[window(row, column)], slab, loaded)
       plgpu.barrier_wait(loaded)
       value += plgpu.load(slab, layout=plgpu.Layout.WGMMA)
     slab[...] = value.astype(problem.out_dtype)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(slab, out.at[window(column)])
+    plgpu.copy_smem_to_gmem(slab, out.at[window(row, column)])
 
 
 def multiply_tiles(schedule, refs, consumer, problem: Problem):
@@ -249,9 +256,9 @@ def multiply_tiles(schedule, refs, consumer, problem: Problem):
     if not problem.tile.alternate:
       first += consumer * part
 
-    def window(column):
+    def window(row, column):
       columns = pl.ds(tile.column * problem.tile.rhs + column, problem.slab)
-      return tile.group, pl.ds(first, part), columns
+      return tile.group, pl.ds(first + row, SLAB_ROWS), columns
 
     store(
       sums, window, slabs.at[consumer], arrays, loaded.at[consumer], problem

@@ -11,7 +11,7 @@ MAX_SUMS = 192
 THREADS = 128  # of a warpgroup
 SMEM_BYTES = 232448  # shared memory that one CTA may use, CUDA guide 16.8
 BARRIER_BYTES = 1024  # barriers, generously
-SLAB_BYTES = 128  # bytes of a row that the epilogue stores at a time
+SLAB_BYTES = 128  # bytes of each of the 64 rows of a slab of the epilogue
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,15 +25,16 @@ class WgradTile:
     stages: Steps that the ring holds, loads in flight included.
     alternate: The two consumers take tiles in turn, so that one multiplies
       while the other stores; otherwise they share each tile by halves of lhs.
-    buffers: Slabs of 128 bytes of a row whose stores may be in flight.
+    buffers: Slabs, 64 rows of 128 bytes, of a consumer whose stores may be in
+      flight.
     band: Tiles along rhs of a band: neighbours in time share operands in L2.
   """
 
-  lhs: int = 128
-  rhs: int = 192
+  lhs: int = 192
+  rhs: int = 128
   stages: int = 4
   alternate: bool = True
-  buffers: int = 2
+  buffers: int = 4
   band: int = 8
 
   def __post_init__(self):
@@ -72,12 +73,12 @@ class WgradTile:
   def smem_bytes(self) -> int:
     """Shared memory that the schedule needs."""
     ring = self.stages * STEP * (self.lhs + self.rhs) * 2
-    slabs = CONSUMERS * self.buffers * self.part * SLAB_BYTES
+    slabs = CONSUMERS * self.buffers * UNIT * SLAB_BYTES
     return ring + slabs + BARRIER_BYTES
 
   @property
   def name(self) -> str:
-    """A short name, e.g. ``128x192 s4 b2 n8 turns``."""
+    """A short name, e.g. ``192x128 s4 b4 n8 turns``."""
     how = "turns" if self.alternate else "halves"
     return (
       f"{self.lhs}x{self.rhs} s{self.stages} b{self.buffers} n{self.band} {how}"

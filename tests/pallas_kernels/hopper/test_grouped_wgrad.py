@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import cases, groups, mxfp8, reference
+from pallas_kernels import cases, groups, reference
 from pallas_kernels.hopper import grouped_wgrad, wgrad_tile
 from tests import tolerance
 
@@ -87,3 +87,106 @@ def test_every_pattern(run, how, pattern):
   check(got, *expected(lhs, rhs, layout))
   empty = np.asarray(layout.sizes) == 0
   assert not np.asarray(got)[empty].any()
+
+
+@pytest.mark.parametrize("how", TILES)
+def test_it_adds_to_what_is_there(run, how):
+  lhs, rhs, layout = operands([130, 0, 1])
+  before = jax.random.normal(jax.random.key(7), (GROUPS, K, N))
+  got = run(lhs, rhs, layout, before, tile=TILES[how])
+  want, magnitudes = expected(lhs, rhs, layout)
+  there = np.asarray(before).astype(np.float64)
+  check(got, want + there, magnitudes + np.abs(there))
+  np.testing.assert_array_equal(got[1], before[1])
+
+
+@pytest.mark.parametrize(
+  ("how", "depth", "width"), [("turns", 64, 320), ("halves", 192, 64)]
+)
+def test_tiles_at_the_edge(run, how, depth, width):
+  lhs, rhs, layout = operands([70, 65], 135, depth, width)
+  got = run(lhs, rhs, layout, tile=TILES[how], out_dtype=jnp.bfloat16)
+  assert got.shape == (2, depth, width)
+  check(got, *expected(lhs, rhs, layout))
+
+
+def test_mxfp8(run):
+  lhs, rhs, layout = operands([100, 28], 128)
+  lhs, rhs = (
+    reference.quantize(jnp.nan_to_num(x), -2, layout=scales)
+    for x, scales in ((lhs, "linear"), (rhs, "blocked"))
+  )
+  got = run(lhs, rhs, layout, tile=TURNS)
+  check(got, *expected(lhs.dequantize(), rhs.dequantize(), layout))
+  np.testing.assert_allclose(
+    got, reference.grouped_wgrad(lhs, rhs, layout), rtol=1e-4, atol=1e-4
+  )
+
+
+def test_order_of_work():
+  sizes = jnp.asarray([1, 0, 700, 64, 64, 0], jnp.int32)
+  layout = groups.group_layout(sizes, groups.aligned_rows(829, 6))
+  group, start, steps = np.asarray(grouped_wgrad.order_of_work(layout))
+  assert group.tolist() == [2, 0, 3, 4, 1, 5]
+  assert start.tolist() == np.asarray(layout.starts)[group].tolist()
+  assert steps.tolist() == [11, 1, 1, 1, 0, 0]
+
+
+class TestRefusals:
+  """What the kernel does not take, and why."""
+
+  LAYOUT = groups.group_layout(jnp.asarray([128], jnp.int32), 128)
+
+  def call(self, lhs=(128, 64), rhs=(128, 64), dtype=jnp.bfloat16, **options):
+    return grouped_wgrad.grouped_wgrad(
+      jnp.zeros(lhs, dtype), jnp.zeros(rhs, dtype), self.LAYOUT, **options
+    )
+
+  @pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+      ("multiples of 64.*K=96", {"lhs": (128, 96)}),
+      ("multiples of 64.*N=32", {"rhs": (128, 32)}),
+      ("bf16 or MXFP8; got lhs float32", {"dtype": jnp.float32}),
+      ("float32 or bfloat16; got", {"out_dtype": jnp.float16}),
+      (
+        "accumulates in float32",
+        {"out_dtype": jnp.bfloat16, "accumulate": jnp.zeros((1, 64, 64))},
+      ),
+    ],
+  )
+  def test_not_implemented(self, reason, options):
+    with pytest.raises(NotImplementedError, match=reason) as caught:
+      self.call(**options)
+    assert 'Use backend="xla".' in str(caught.value)
+
+  def test_shapes_must_belong_together(self):
+    with pytest.raises(ValueError, match=r"\[128, columns\]"):
+      self.call(lhs=(256, 64))
+    with pytest.raises(ValueError, match=r"float32 \(1, 64, 64\)"):
+      self.call(accumulate=jnp.zeros((1, 64, 128)))
+
+  def test_blocks_must_run_along_the_rows(self):
+    x = jnp.ones((128, 128), jnp.bfloat16)
+    rows, columns = (reference.quantize(x, axis) for axis in (-1, -2))
+    with pytest.raises(ValueError, match="axis -2; got rhs"):
+      grouped_wgrad.grouped_wgrad(columns, rows, self.LAYOUT)
+
+  @pytest.mark.parametrize(
+    ("reason", "fields"),
+    [
+      ("lhs must be a positive multiple of 128", {"lhs": 64}),
+      ("rhs must be a multiple of 64 up to 256", {"rhs": 320}),
+      ("at least 2 stages", {"stages": 1}),
+      ("more than the 192", {"lhs": 256, "rhs": 256}),
+      ("bytes of shared memory", {"stages": 8}),
+    ],
+  )
+  def test_tiles(self, reason, fields):
+    with pytest.raises(ValueError, match=reason):
+      wgrad_tile.WgradTile(**{"lhs": 128, "alternate": False} | fields)
+
+
+def test_only_hopper_has_variants():
+  assert grouped_wgrad.variants("b200") == []
+  assert len(grouped_wgrad.variants("h200")) > 2
