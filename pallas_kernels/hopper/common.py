@@ -157,6 +157,50 @@ def multiply(
   return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
+def multiply_converted(
+  ring: Ring,
+  step: jax.Array,
+  count: int,
+  convert: Callable[[jax.Array], jax.Array],
+  issue: Callable[[Any, jax.Array, jax.Array], None],
+  shape: tuple[int, int],
+) -> jax.Array:
+  """`multiply` with an lhs that is converted in registers.
+
+  The lhs of a step is converted while the wgmma of the step before runs.
+
+  Args:
+    ring: The slots.
+    step: [] int32, steps before this tile.
+    count: Steps of this tile, at least 1.
+    convert: ``convert(slot)``: the lhs of a slot, 16 bits, in the layout
+      ``plgpu.Layout.WGMMA``.
+    issue: ``issue(accumulator, lhs, slot)`` starts the wgmma of a slot.
+    shape: Rows and columns of the accumulator.
+
+  Returns:
+    float32 of ``shape``, in the layout ``plgpu.Layout.WGMMA``.
+  """
+
+  def scope(accumulator):
+    def body(_, carry):
+      step, lhs = carry
+      issue(accumulator, lhs, ring.slot(step))
+      following = convert(ring.await_full(step + 1))
+      plgpu.wgmma_wait(0)
+      ring.release(step)
+      return step + 1, following
+
+    first = convert(ring.await_full(step))
+    last, lhs = lax.fori_loop(0, count - 1, body, (step, first))
+    issue(accumulator, lhs, ring.slot(last))
+    plgpu.wgmma_wait(0)
+    ring.release(last)
+    return accumulator[...]
+
+  return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
 def slab_buffers(dtype: Any, width: int, buffers: int) -> Any:
   """Shared memory for `store`: ``buffers`` slabs for each consumer.
 
@@ -215,7 +259,7 @@ def span(*widths: tuple[int, Any]) -> int:
 
 def operand(shape: tuple[int, ...], dtype: Any, span_bytes: int) -> Any:
   """Shared memory of a ring of operand tiles, for TMA and wgmma."""
-  width = span_bytes // jnp.dtype(dtype).itemsize
+  width = min(span_bytes // jnp.dtype(dtype).itemsize, shape[-1])
   return mosaic.swizzled(shape, dtype, width)
 
 

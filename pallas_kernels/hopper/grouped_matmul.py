@@ -27,10 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import dequantize, groups, mosaic, mxfp8, reference, stream
-from pallas_kernels.hopper import common, matmul_kernel, tile
+from pallas_kernels.hopper import common, matmul_check, matmul_kernel, tile
 
-BLOCK = mxfp8.BLOCK
-INSTEAD = 'Use backend="xla".'
+STEP_BLOCKS = 2  # blocks of 32 in a step of the converted way
 
 GroupLayout = groups.GroupLayout
 MatmulTile = tile.MatmulTile
@@ -68,7 +67,7 @@ def grouped_matmul(
     ValueError: Shapes, dtypes or blocks do not fit each other.
     NotImplementedError: An operand that these kernels do not take.
   """
-  _check(lhs, rhs, layout, transpose_rhs, out_dtype)
+  matmul_check.check_operands(lhs, rhs, layout, transpose_rhs, out_dtype)
   call = functools.partial(
     _call,
     layout=layout,
@@ -77,12 +76,24 @@ def grouped_matmul(
     tile_=tile,
     interpret=interpret,
   )
-  if not isinstance(lhs, MxArray) or not isinstance(rhs, MxArray):
-    return call((lhs, rhs), ())
+  if not isinstance(lhs, MxArray):
+    return call((lhs, rhs), (), way="plain")
+  if not isinstance(rhs, MxArray):
+    return call((lhs.data, rhs), (_step_scales(lhs),), way="converted")
   if lhs.folded and rhs.folded and transpose_rhs:
     scales = (_line_scales(lhs), _line_scales(rhs))
-    return call((lhs.data, rhs.data), scales)
-  return call((_bf16(lhs, interpret), _bf16(rhs, interpret)), ())
+    return call((lhs.data, rhs.data), scales, way="folded")
+  weights = _bf16(rhs, interpret)
+  return call((lhs.data, weights), (_step_scales(lhs),), way="converted")
+
+
+def _step_scales(x: MxArray) -> jax.Array:
+  """Scale bytes by step: [R / 128, steps, blocks of a step, 128] uint8."""
+  scale = x.along(-1).with_layout("linear").scale
+  scale = jnp.pad(scale, ((0, 0), (0, scale.shape[1] % STEP_BLOCKS)))
+  tiles = scale.shape[0] // common.ROWS
+  scale = scale.reshape(tiles, common.ROWS, -1, STEP_BLOCKS)
+  return scale.transpose(0, 2, 3, 1)
 
 
 def _line_scales(x: MxArray) -> jax.Array:
@@ -106,6 +117,7 @@ def _call(
   operands: tuple[Any, Any],
   scales: Sequence[jax.Array],
   *,
+  way: str,
   layout: GroupLayout,
   transposed: bool,
   out_dtype: Any,
@@ -124,10 +136,10 @@ def _call(
     rhs_dtype=rhs.dtype,
     out_dtype=jnp.dtype(out_dtype),
     transposed=transposed,
-    scaled=bool(scales),
-    tile=tile_ or tile.matmul_tile(width, out_bytes),
+    way=way,
+    tile=tile_ or tile.matmul_tile(width, out_bytes, way),
   )
-  if scales:
+  if way == "folded":
     by_row, by_column = scales
     past = -width % problem.tile.columns
     scales = by_row, jnp.pad(by_column, ((0, 0), (0, past)))
@@ -144,82 +156,6 @@ def _call(
   return call(count, layout.tile_group(), lhs, rhs, *scales)
 
 
-def _check(
-  lhs: jax.Array | MxArray,
-  rhs: jax.Array | MxArray,
-  layout: GroupLayout,
-  transpose_rhs: bool,
-  out_dtype: Any,
-) -> None:
-  """Refuses what does not fit.
-
-  Raises:
-    ValueError: Shapes, dtypes or blocks do not fit each other.
-    NotImplementedError: An operand that these kernels do not take.
-  """
-  contracted = 2 if transpose_rhs else 1
-  if len(lhs.shape) != 2 or len(rhs.shape) != 3:
-    raise ValueError(
-      "grouped_matmul: lhs must be [R, K] and rhs [G, K, N] (or [G, N, K] with "
-      f"transpose_rhs); got {lhs.shape} and {rhs.shape}."
-    )
-  if lhs.shape[1] != rhs.shape[contracted]:
-    raise ValueError(
-      f"grouped_matmul: lhs{lhs.shape} has K={lhs.shape[1]} and rhs{rhs.shape} "
-      f"has {rhs.shape[contracted]} with transpose_rhs={transpose_rhs}; they "
-      "must be equal."
-    )
-  if (layout.rows, layout.groups) != (lhs.shape[0], rhs.shape[0]):
-    raise ValueError(
-      f"grouped_matmul: the layout has {layout.rows} rows in {layout.groups} "
-      f"groups; lhs{lhs.shape} and rhs{rhs.shape} must have as many."
-    )
-  if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
-    raise ValueError(
-      "grouped_matmul: out_dtype must be bfloat16 or float32; got "
-      f"{jnp.dtype(out_dtype).name}."
-    )
-  _check_blocks(lhs, rhs, contracted - 3)
-  if 0 in lhs.shape or 0 in rhs.shape or layout.rows % common.ROWS:
-    raise NotImplementedError(
-      "grouped_matmul kernel: operands must not be empty and rows a multiple "
-      f"of {common.ROWS}; got lhs{lhs.shape} and rhs{rhs.shape}. {INSTEAD}"
-    )
-  if lhs.shape[1] % BLOCK or rhs.shape[3 - contracted] % BLOCK:
-    raise NotImplementedError(
-      f"grouped_matmul kernel: K and N must be multiples of {BLOCK} (the rows "
-      f"of a TMA tile); got lhs{lhs.shape} and rhs{rhs.shape}. {INSTEAD}"
-    )
-
-
-def _check_blocks(lhs: Any, rhs: Any, contracted: int) -> None:
-  """Refuses operands of different kinds and blocks along another axis.
-
-  Raises:
-    ValueError: Blocks do not run along the contracted axis.
-    NotImplementedError: Not both bf16, nor both MxArray.
-  """
-  quantized = [isinstance(x, MxArray) for x in (lhs, rhs)]
-  if not any(quantized):
-    if {lhs.dtype, rhs.dtype} == {jnp.dtype(jnp.bfloat16)}:
-      return
-    raise NotImplementedError(
-      "grouped_matmul kernel: arrays must be bfloat16; got "
-      f"{lhs.dtype} and {rhs.dtype}. {INSTEAD}"
-    )
-  if not all(quantized):
-    raise NotImplementedError(
-      "grouped_matmul kernel: operands must be both MxArray or both bfloat16; "
-      f"got {type(lhs).__name__} and {type(rhs).__name__}. {INSTEAD}"
-    )
-  for name, x, axis in (("lhs", lhs, -1), ("rhs", rhs, contracted)):
-    if x.block == "1x32" and x.axis != axis:
-      raise ValueError(
-        f"grouped_matmul: the blocks of {name} must run along the contracted "
-        f"axis {axis}; got {x!r}. Quantize it along that axis."
-      )
-
-
 # (case, rows, groups, K, N): the wide shapes of the issue's peers, and widths
 # that end inside a tile.
 SHAPES = ((1024, 8, 5120, 8192), (1024, 4, 2880, 1408), (1024, 4, 96, 160))
@@ -234,13 +170,12 @@ def variants(target: str) -> list[mosaic.Variant]:
   if target != "h200":
     return []
   found = []
-  for rows, count, depth, width in SHAPES:
-    for transposed in (False, True):
-      for out_dtype in (jnp.bfloat16, jnp.float32):
-        shape = (rows, count, depth, width)
-        found.append(_variant(shape, transposed, out_dtype, None))
-        if transposed:
-          found.append(_variant(shape, transposed, out_dtype, mxfp8.E4M3))
+  for shape in SHAPES:
+    for out_dtype in (jnp.bfloat16, jnp.float32):
+      for transposed in (False, True):
+        found.append(_variant(shape, transposed, out_dtype, "plain"))
+        found.append(_variant(shape, transposed, out_dtype, "converted"))
+      found.append(_variant(shape, True, out_dtype, "folded"))
   return found
 
 
@@ -248,29 +183,28 @@ def _variant(
   shape: tuple[int, int, int, int],
   transposed: bool,
   out_dtype: Any,
-  folded: Any,
+  way: str,
+  lhs_dtype: Any = mxfp8.E4M3,
 ) -> mosaic.Variant:
-  """One entry of `variants`; ``folded`` is the fp8 type, or None for bf16."""
+  """One entry of `variants`."""
   rows, count, depth, width = shape
-  dtype = folded or jnp.bfloat16
-  chosen = tile.matmul_tile(width, jnp.dtype(out_dtype).itemsize)
+  chosen = tile.matmul_tile(width, jnp.dtype(out_dtype).itemsize, way)
   rhs = (count, width, depth) if transposed else (count, depth, width)
+  steps = -(-depth // mxfp8.BLOCK // STEP_BLOCKS)
   struct = jax.ShapeDtypeStruct
-  arguments = [
-    struct((count,), jnp.int32),
-    struct((rows, depth), dtype),
-    struct(rhs, dtype),
-  ]
-  if folded:
-    arguments += [
-      struct((rows,), jnp.float32),
-      struct((count, width), jnp.float32),
-    ]
+  scales = {
+    "plain": [],
+    "folded": [((rows,), jnp.float32), ((count, width), jnp.float32)],
+    "converted": [
+      ((rows // common.ROWS, steps, STEP_BLOCKS, common.ROWS), jnp.uint8)
+    ],
+  }[way]
 
   def function(sizes, lhs, rhs, *scales):
     return _call(
       (lhs, rhs),
       scales,
+      way=way,
       layout=groups.group_layout(sizes, rows),
       transposed=transposed,
       out_dtype=out_dtype,
@@ -278,7 +212,6 @@ def _variant(
       interpret=False,
     )
 
-  way = jnp.dtype(dtype).name
   order = "GNK" if transposed else "GKN"
   return mosaic.Variant(
     kernel="hopper.grouped_matmul",
@@ -286,9 +219,14 @@ def _variant(
       f"{way} {depth}x{width} {order} {jnp.dtype(out_dtype).name} {chosen.name}"
     ),
     function=function,
-    arguments=tuple(arguments),
+    arguments=(
+      struct((count,), jnp.int32),
+      struct((rows, depth), jnp.bfloat16 if way == "plain" else lhs_dtype),
+      struct(rhs, mxfp8.E4M3 if way == "folded" else jnp.bfloat16),
+      *(struct(*scale) for scale in scales),
+    ),
     promises=(
-      "wgmma_fp8" if folded else "wgmma_16bit",
+      "wgmma_fp8" if way == "folded" else "wgmma_16bit",
       "bulk_tensor_load",
       "bulk_tensor_store",
     ),

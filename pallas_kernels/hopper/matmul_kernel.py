@@ -20,10 +20,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels import mosaic, mxfp8
 from pallas_kernels.hopper import common, tile
 
 ROWS = common.ROWS
 PART = common.PART
+BLOCK = mxfp8.BLOCK
+
+# plain: no scales. folded: one a row of lhs and one a column of rhs, float32.
+# converted: lhs is MXFP8, with a scale byte a row and block of 32 of K.
+WAYS = ("plain", "folded", "converted")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,11 +40,11 @@ class Problem:
     rows: R, a multiple of 128.
     depth: K, contracted.
     width: N.
-    lhs_dtype: bf16, or fp8 with ``scaled``.
-    rhs_dtype: Of the same size.
+    lhs_dtype: bf16 or fp8.
+    rhs_dtype: bf16, or fp8 with ``folded``.
     out_dtype: bf16 or float32.
     transposed: rhs is [G, N, K] instead of [G, K, N].
-    scaled: There are scales, one a row of lhs and one a column of rhs.
+    way: How operands are scaled, one of `WAYS`.
     tile: The schedule.
   """
 
@@ -49,13 +55,13 @@ class Problem:
   rhs_dtype: Any
   out_dtype: Any
   transposed: bool
-  scaled: bool
+  way: str
   tile: tile.MatmulTile
 
   @property
   def step(self) -> int:
-    """Elements that one step contracts: 128 bytes of a row."""
-    return 128 // jnp.dtype(self.lhs_dtype).itemsize
+    """Elements that one step contracts: 128 bytes of a row of rhs."""
+    return tile.STEP_BYTES // jnp.dtype(self.rhs_dtype).itemsize
 
   @property
   def steps(self) -> int:
@@ -71,14 +77,22 @@ class Problem:
     """Barriers, the rings of lhs and rhs, and the slabs of the epilogue."""
     stages, columns = self.tile.stages, self.tile.columns
     rhs_row = self.depth if self.transposed else self.width
-    span = common.span((self.depth, self.lhs_dtype), (rhs_row, self.rhs_dtype))
+    lhs_span = common.span((self.depth, self.lhs_dtype))
+    rhs_span = common.span((rhs_row, self.rhs_dtype))
+    converted = self.way == "converted"
+    if not converted:  # wgmma reads both from shared memory: one swizzle
+      lhs_span = rhs_span = min(lhs_span, rhs_span)
     rhs = (columns, self.step) if self.transposed else (self.step, columns)
-    return [
-      *common.ring_barriers(stages, copies=2),
-      common.operand((stages, ROWS, self.step), self.lhs_dtype, span),
-      common.operand((stages, *rhs), self.rhs_dtype, span),
+    scratch = [
+      *common.ring_barriers(stages, copies=3 if converted else 2),
       common.slab_buffers(self.out_dtype, self.width, self.tile.buffers),
+      common.operand((stages, ROWS, self.step), self.lhs_dtype, lhs_span),
+      common.operand((stages, *rhs), self.rhs_dtype, rhs_span),
     ]
+    if converted:
+      blocks = self.step // BLOCK
+      scratch.append(plgpu.SMEM((stages, blocks, ROWS), jnp.uint8))
+    return scratch
 
 
 def each_tile(count: jax.Array, problem: Problem):
@@ -104,9 +118,8 @@ def each_tile(count: jax.Array, problem: Problem):
   return run
 
 
-def load_tiles(count, tile_group, operands, rings, problem: Problem):
-  """The loader's role."""
-  ring, *smem = rings
+def load_tiles(count, tile_group, operands, ring, smem, problem: Problem):
+  """The loader's role; ``operands`` are lhs, rhs and scales of lhs, if any."""
 
   def load_step(k, step, row, column, group):
     slot = ring.acquire(step)
@@ -115,12 +128,11 @@ def load_tiles(count, tile_group, operands, rings, problem: Problem):
     window = (contracted, columns)
     if problem.transposed:
       window = (columns, contracted)
-    sources = (
-      operands[0].at[pl.ds(row * ROWS, ROWS), contracted],
-      operands[1].at[(group, *window)],
-    )
-    for source, target in zip(sources, smem, strict=True):
-      plgpu.copy_gmem_to_smem(source, target.at[slot], ring.full.at[slot])
+    windows = (pl.ds(row * ROWS, ROWS), contracted), (group, *window), (row, k)
+    for source, window, target in zip(operands, windows, smem, strict=False):
+      plgpu.copy_gmem_to_smem(
+        source.at[window], target.at[slot], ring.full.at[slot]
+      )
     return step + 1
 
   def load_tile(row, column, step):
@@ -132,32 +144,84 @@ def load_tiles(count, tile_group, operands, rings, problem: Problem):
   ring.drain(each_tile(count, problem)(load_tile))
 
 
-def multiply_tiles(count, tile_group, scales, refs, consumer, problem: Problem):
-  """A consumer's role."""
-  ring, lhs_smem, rhs_smem, slabs, out = refs
+def convert(lhs_smem, scale_smem, problem: Problem):
+  """MXFP8 [64, step] to bf16 in registers, exact within bf16's range.
+
+  Args:
+    lhs_smem: [64, step] fp8.
+    scale_smem: [step / 32, 64] uint8.
+    problem: Says how long a step is.
+  """
+  layout = plgpu.Layout.WGMMA
+  codes = plgpu.load(lhs_smem, layout=layout, optimized=False)
+  parts = []
+  for block in range(problem.step // BLOCK):
+    byte = plgpu.load(
+      scale_smem.at[block], layout=layout.reduce(1), optimized=False
+    )
+    scale = mosaic.power_of_two(byte.astype(jnp.uint32))
+    part = codes[:, block * BLOCK : (block + 1) * BLOCK].astype(jnp.float32)
+    part = part * lax.broadcast_in_dim(scale, part.shape, (0,))
+    parts.append(part.astype(jnp.bfloat16))
+  return lax.concatenate(parts, 1)
+
+
+def product(ring, step, smem, consumer, problem: Problem):
+  """The sums of one tile, [64, columns] float32."""
+  lhs_smem, rhs_smem, *scale_smem = smem
   half = pl.ds(consumer * PART, PART)
+  shape = (PART, problem.tile.columns)
+
+  def rhs(slot):
+    ref = rhs_smem.at[slot]
+    return plgpu.transpose_ref(ref, (1, 0)) if problem.transposed else ref
+
+  if problem.way == "converted":
+    return common.multiply_converted(
+      ring,
+      step,
+      problem.steps,
+      lambda slot: convert(
+        lhs_smem.at[slot, half], scale_smem[0].at[slot, :, half], problem
+      ),
+      lambda sums, lhs, slot: plgpu.wgmma(sums, lhs, rhs(slot)),
+      shape,
+    )
+  return common.multiply(
+    ring,
+    step,
+    problem.steps,
+    lambda sums, slot: plgpu.wgmma(sums, lhs_smem.at[slot, half], rhs(slot)),
+    shape,
+  )
+
+
+def multiply_tiles(
+  count, tile_group, scales, out, ring, smem, consumer, problem: Problem
+):
+  """A consumer's role."""
+  slabs, *smem = smem
   columns = problem.tile.columns
 
-  def issue(accumulator, slot):
-    rhs = rhs_smem.at[slot]
-    if problem.transposed:
-      rhs = plgpu.transpose_ref(rhs, (1, 0))
-    plgpu.wgmma(accumulator, lhs_smem.at[slot, half], rhs)
-
   def multiply_tile(row, column, step):
-    first = pl.ds(row * ROWS + consumer * PART, PART)
-    y = common.multiply(ring, step, problem.steps, issue, (PART, columns))
+    rows = pl.ds(row * ROWS + consumer * PART, PART)
+
+    def window(at):
+      return pl.ds(column * columns + at, common.SLAB)
 
     def finish(slab, at):
-      if problem.scaled:
-        window = pl.ds(column * columns + at, common.SLAB)
-        slab = rescale(slab, scales, first, (tile_group[row], window))
+      if problem.way == "folded":
+        slab = rescale(slab, scales, rows, (tile_group[row], window(at)))
       return slab.astype(problem.out_dtype)
 
-    def target(at):
-      return out.at[first, pl.ds(column * columns + at, common.SLAB)]
-
-    common.store(y, finish, target, slabs.at[consumer], problem.tile.buffers)
+    sums = product(ring, step, smem, consumer, problem)
+    common.store(
+      sums,
+      finish,
+      lambda at: out.at[rows, window(at)],
+      slabs.at[consumer],
+      problem.tile.buffers,
+    )
 
   each_tile(count, problem)(multiply_tile)
   plgpu.wait_smem_to_gmem(0)
@@ -180,21 +244,19 @@ def rescale(slab, scales, rows, columns):
 def kernel(*refs, problem: Problem):
   """The body.
 
-  Refs: tile count [1], tile group [tiles], lhs, rhs, scales if any, the result,
-  then the scratch.
+  Refs: tile count [1], tile group [tiles], lhs, rhs, then scales: folded, of
+  rows [R] and columns [G, N]; converted, [R / 128, steps, blocks of a step,
+  128] uint8. Then the result and the scratch.
   """
   count_gmem, tile_group, lhs, rhs, *refs = refs
-  scales, refs = (refs[:2], refs[2:]) if problem.scaled else ((), refs)
-  out, full, empty, lhs_smem, rhs_smem, slabs = refs
+  scales = {"plain": 0, "folded": 2, "converted": 1}[problem.way]
+  scales, (out, full, empty, *smem) = refs[:scales], refs[scales:]
   ring = common.Ring(stages=problem.tile.stages, full=full, empty=empty)
   count = count_gmem[0]
-
-  def load():
-    rings = (ring, lhs_smem, rhs_smem)
-    load_tiles(count, tile_group, (lhs, rhs), rings, problem)
-
-  def consume(consumer):
-    memory = (ring, lhs_smem, rhs_smem, slabs, out)
-    multiply_tiles(count, tile_group, scales, memory, consumer, problem)
-
-  common.roles(load, consume)
+  operands = (lhs, rhs, *scales) if problem.way == "converted" else (lhs, rhs)
+  common.roles(
+    lambda: load_tiles(count, tile_group, operands, ring, smem[1:], problem),
+    lambda consumer: multiply_tiles(
+      count, tile_group, scales, out, ring, smem, consumer, problem
+    ),
+  )

@@ -57,20 +57,26 @@ class MatmulTile:
     )
 
 
-def matmul_tile(width: int, out_bytes: int) -> MatmulTile:
+def matmul_tile(width: int, out_bytes: int, way: str) -> MatmulTile:
   """The default tile.
 
   Args:
     width: Columns of the result, N.
     out_bytes: Bytes of one element of it.
+    way: One of `matmul_kernel.WAYS`; "converted" has an lhs of half the size.
   """
 
   def waste(columns: int) -> float:
     return -(-width // columns) * columns / SPEED[columns]
 
   columns = min(COLUMNS, key=waste)
-  buffers = 2 if out_bytes == 2 else 1
+  buffers = 2 if out_bytes == 2 and way != "converted" else 1
   slabs = buffers * ROWS * SLAB * out_bytes
   room = SMEM_BYTES - BARRIER_BYTES - slabs
-  stages = min(room // ((ROWS + columns) * STEP_BYTES), MAX_STAGES)
-  return MatmulTile(columns=columns, stages=stages, buffers=buffers)
+  rows = ROWS // 2 if way == "converted" else ROWS
+  step = (rows + columns) * STEP_BYTES
+  if way == "converted":
+    step += 2 * ROWS  # scale bytes
+  return MatmulTile(
+    columns=columns, stages=min(room // step, MAX_STAGES), buffers=buffers
+  )
