@@ -93,3 +93,8 @@ ODD_ROWS = (1, 127, 128, 129)
 
 # Small shapes for tests on a CPU: (rows, groups, k, n).
 SMALL_MATMULS = ((64, 2, 64, 32), (300, 3, 96, 160), (384, 4, 128, 64))
+
+# What bring_up runs first, (rows, groups, k, n): the first wraps the ring of a
+# matmul kernel, the second ends inside every tile.
+BRING_UP_MATMULS = ((1000, 4, 1024, 512), (300, 3, 96, 160))
+BRING_UP_WGRADS = ((1000, 4, 512, 512), (300, 3, 192, 320))

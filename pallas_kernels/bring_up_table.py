@@ -1,0 +1,92 @@
+"""Every check of `bring_up`: which kernels, at which shapes, in which order.
+
+The plainest matmul comes first, then the memory-bound kernels (those of
+`workloads`), then the grouped matmuls, all at small shapes; then real shapes,
+which are timed. A kernel that joins the library joins this table.
+"""
+
+from pallas_kernels import bring_up_check, bring_up_matmul, workloads
+
+Check = bring_up_check.Check
+
+GENERATIONS = {"9.0": "hopper", "10.0": "blackwell"}  # by compute capability
+SMALL = (256, 256)  # rows and columns: two tiles each way
+# What the layer runs, at the shapes of `workloads`.
+REAL = (
+  "quantize rows blocked", "quantize columns blocked", "quantize both blocked",
+  "dequantize rows blocked", "swiglu forward", "swiglu backward",
+  "permute arrays", "permute packed rows", "permute pack",
+  "requantize rows to columns",
+)  # fmt: skip
+
+
+def memory_check(workload: workloads.Workload, stage: str) -> Check:
+  """The check of a memory-bound kernel."""
+  slow = workload.kernel == "permute"
+  return Check(
+    kernel=f"{workload.kernel} {workload.variant}",
+    shape=f"{workload.rows} x {workload.width}",
+    stage=stage,
+    module=f"pallas_kernels.{workload.kernel}",
+    make=workload.make,
+    run=workload.run,
+    meaning=workload.meaning,
+    inputs={"": ()},
+    limits=(
+      bring_up_check.NEARLY
+      if workload.kernel == "swiglu"
+      else bring_up_check.Limits()
+    ),
+    interpreted="JAX's interpret mode copies row after row" if slow else True,
+  )
+
+
+def memory_checks(stage: str) -> list[Check]:
+  """The memory-bound kernels at small or at real shapes."""
+  found = []
+  for kernel, maker in workloads.MAKERS.items():
+    shape = SMALL if stage == "small" else workloads.shapes(kernel)[0]
+    found += [memory_check(workload, stage) for workload in maker(*shape)]
+  if stage == "real":
+    found = [check for check in found if check.kernel in REAL]
+  return found
+
+
+def generations(capability: str | None) -> list[str]:
+  """The GPU generations whose own kernels a device should show.
+
+  Args:
+    capability: Compute capability; None for a CPU, which shows them all as
+      skipped.
+  """
+  if capability is None:
+    return list(GENERATIONS.values())
+  return [GENERATIONS[capability]] if capability in GENERATIONS else []
+
+
+def checks(capability: str | None) -> list[Check]:
+  """All checks for a device, in order.
+
+  Args:
+    capability: Compute capability, e.g. ``"10.0"``; None for a CPU.
+  """
+  found = memory_checks("small") + memory_checks("real")
+  for generation in generations(capability):
+    found += bring_up_matmul.checks(generation)
+  return sorted(found, key=lambda check: check.stage == "real")
+
+
+def obstacle(check: Check, capability: str | None) -> str | None:
+  """Why a check cannot run on a device, or None.
+
+  Args:
+    check: One of `checks`.
+    capability: As in `checks`.
+  """
+  if capability is None:
+    if check.stage == "real":
+      return "real shapes need a GPU"
+    return None if check.interpreted is True else str(check.interpreted)
+  if float(capability) < min(map(float, GENERATIONS)):
+    return f"compute capability {capability} has no TMA: Hopper or newer has"
+  return None
