@@ -117,7 +117,13 @@ def replacements() -> list[tuple[Any, str, Any]]:
   wrap(gpu_callbacks, "TcGen05Mma", lambda _: tensor_core.Mma)
   wrap(gpu_callbacks, "TcGen05Copy", lambda _: tensor_core.Copy)
   wrap(gpu_callbacks, "tcgen05_mma", tensor_core.only_leader)
-  wrap(gpu_callbacks, "async_copy_smem_to_tmem", tensor_core.only_leader)
+  wrap(
+    gpu_callbacks,
+    "async_copy_smem_to_tmem",
+    lambda original: tensor_core.only_leader(
+      tensor_core.reshaped_atoms(original)
+    ),
+  )
   wrap(
     gpu_callbacks,
     "tcgen05_commit_arrive",

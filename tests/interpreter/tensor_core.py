@@ -3,7 +3,8 @@
 `Mma` and `Copy` stand in for the interpreter's tasks of the same names. A scale
 copy arrives as a plain SMEM to TMEM copy (`rewriting_interpret` renames the
 primitive, operands and parameters are the same) and is told apart by its 4-D
-source, [rows / 128, k / 128, 32, 16].
+source, [rows / 128, k / 128, 32, 16], or the same bytes as [.., 4, 128] that a
+kernel reshapes (`reshaped_atoms`).
 
 Ordering is the strict rule of the PTX ISA: cp -> mma, and mma -> mma on one
 accumulator, are pipelines. That an mma also precedes a later cp of its thread
@@ -15,6 +16,7 @@ import functools
 
 from jax._src.pallas.mosaic_gpu import primitives
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.state import types as state_types
 import numpy as np
 
 from tests.interpreter import common
@@ -34,7 +36,7 @@ def scale_values(scale: np.ndarray) -> np.ndarray:
 def unblock(scale: np.ndarray) -> np.ndarray:
   """[rows / 128, k / 4, 32, 16] blocked scales to [rows, k] (k in blocks)."""
   rows, k, lanes, chunk = scale.shape
-  if (lanes, chunk) != (32, 16):
+  if (lanes, chunk) not in ((32, 16), (4, 128)):
     raise ValueError(f"a scale atom is (32, 16); got {scale.shape}")
   atoms = scale.reshape(rows, k, 32, 4, 4).transpose(0, 3, 2, 1, 4)
   return atoms.reshape(rows * 128, k * 4)
@@ -174,6 +176,21 @@ class Copy(UpstreamCopy):
       common.check_read(self, clock, source, self.smem_access)
       common.check_write(self, clock, target, self.tmem_access)
     return clock.copy() if clock is not None else None
+
+
+def reshaped_atoms(original):
+  """Reads the atoms of scales where they lie: their reshape moves no byte."""
+
+  @functools.wraps(original)
+  def copy(*, smem_transforms, **rest):
+    *before, last = smem_transforms or (None,)
+    if isinstance(last, state_types.ReshapeTransform):
+      if last.shape[-2:] != (32, 16):
+        raise NotImplementedError(f"a reshape to {last.shape}, not to atoms")
+      smem_transforms = tuple(before)
+    return original(smem_transforms=smem_transforms, **rest)
+
+  return copy
 
 
 def only_leader(original):
