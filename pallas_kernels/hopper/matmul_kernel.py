@@ -174,7 +174,7 @@ def product(ring, step, smem, consumer, problem: Problem):
 
   def rhs(slot):
     ref = rhs_smem.at[slot]
-    return plgpu.transpose_ref(ref, (1, 0)) if problem.transposed else ref
+    return ref.transpose((1, 0)) if problem.transposed else ref
 
   if problem.way == "converted":
     return common.multiply_converted(
