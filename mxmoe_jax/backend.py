@@ -2,7 +2,8 @@
 
     "xla"     the plain-jnp reference, everywhere
     "mosaic"  our Pallas (Mosaic GPU) kernels, or a NotImplementedError
-    "auto"    mosaic where it is proven to run, else xla, with the reason
+    "auto"    mosaic where it is proven to run, else xla, with the reason:
+              on 9.0, and on 10.0 once `pallas_kernels.bring_up` has passed
 
 An operation is one of the fields of `Ops`. Each call is decided on its own, at
 trace time: a kernel may refuse a shape. `explain()` listens to the decisions
@@ -18,7 +19,7 @@ import jax
 
 from mxmoe_jax import config as config_lib
 from mxmoe_jax import mosaic_ops
-from pallas_kernels import reference
+from pallas_kernels import bring_up_record, reference
 
 Generation = Literal["hopper", "blackwell"]
 
@@ -107,8 +108,11 @@ def _obstacle(backend: str, device: Any) -> str | None:
     return (f"compute capability {capability}: kernels are compiled for 9.0"
             " and 10.0 only")
   if known == "blackwell" and backend == "auto":
-    return ("compute capability 10.0: kernels are compiled and interpreted,"
-            " but have not been run on this GPU; ask for backend='mosaic'")
+    proven, reason = bring_up_record.passed(
+        getattr(device or default_device(), "device_kind", ""), capability)
+    if not proven:
+      return (f"compute capability {capability}: {reason}, or ask for"
+              " backend='mosaic'")
   return None
 
 

@@ -14,6 +14,8 @@ from pallas_kernels import dequantize as dequantize_kernel
 from pallas_kernels import groups, mxfp8, permute, reference, swiglu
 from pallas_kernels import quantize as quantize_kernel
 from pallas_kernels import requantize as requantize_kernel
+from pallas_kernels.hopper import grouped_matmul as hopper_matmul
+from pallas_kernels.hopper import grouped_wgrad as hopper_wgrad
 
 MxArray = mxfp8.MxArray
 Views = reference.Views
@@ -90,7 +92,9 @@ def kernels(generation: Literal["hopper", "blackwell"]
   Matmuls are written for one generation's tensor cores; the rest runs on both.
   """
   matmuls: dict[str, dict[str, Callable[..., Any]]] = {
-      "hopper": dict(), "blackwell": dict()}
+      "hopper": dict(grouped_matmul=hopper_matmul.grouped_matmul,
+                     grouped_wgrad=hopper_wgrad.grouped_wgrad),
+      "blackwell": dict()}
   return matmuls[generation] | dict(
       quantize=quantize, views=views, requantize=requantize,
       dequantize=dequantize, take_rows=take_rows, pack=pack,

@@ -12,6 +12,7 @@ import pytest
 
 import mxmoe_jax
 from mxmoe_jax import backend, mosaic_ops, stage
+from pallas_kernels import bring_up_record
 from tests.mxmoe_jax import meshes
 
 HOPPER = types.SimpleNamespace(platform="gpu", compute_capability="9.0",
@@ -54,23 +55,37 @@ def test_mosaic_refuses_instead_of_falling_back():
     backend.select("mosaic", jax.devices("cpu")[0])
 
 
-def test_blackwell_is_never_chosen_unasked():
+def test_blackwell_is_chosen_once_bring_up_has_passed(monkeypatch, tmp_path):
+  file = tmp_path / "record.json"
+  monkeypatch.setattr(bring_up_record, "path", lambda kind: file)
   ((_, choice),), _ = heard(BLACKWELL, quantize, (256, 256))
   assert choice.implementation == "xla"
-  assert "have not been run" in choice.reason
+  assert "bring_up" in choice.reason
+  assert "backend='mosaic'" in choice.reason
+  bring_up_record.write("NVIDIA B200", "10.0", ["wgrad"], checks=9)
+  ((_, choice),), _ = heard(BLACKWELL, quantize, (256, 256))
+  assert choice.implementation == "xla"
+  assert "wgrad" in choice.reason
+  bring_up_record.write("NVIDIA B200", "10.0", [], checks=9)
+  ((_, choice),), _ = heard(BLACKWELL, quantize, (256, 256))
+  assert choice.implementation == "mosaic"
+
+
+def test_blackwell_runs_when_asked():
   ((_, choice),), _ = heard(BLACKWELL, quantize, (256, 256), name="mosaic")
   assert choice.implementation == "mosaic"
 
 
 def test_every_kernel_operation_is_one_of_the_pipeline():
-  for generation in ("hopper", "blackwell"):
-    kernels = set(mosaic_ops.kernels(generation))
-    assert kernels == set(backend.OPERATIONS) - {"grouped_matmul",
-                                                 "grouped_wgrad"}
+  assert set(mosaic_ops.kernels("hopper")) == set(backend.OPERATIONS)
+  kernels = set(mosaic_ops.kernels("blackwell"))
+  assert kernels == set(backend.OPERATIONS) - {"grouped_matmul",
+                                               "grouped_wgrad"}
 
 
 @pytest.mark.parametrize("recipe", [
     mxmoe_jax.Recipe.mxfp8(), mxmoe_jax.Recipe.bf16(),
+    mxmoe_jax.Recipe.mxfp8_bf16_wgrad(),
     mxmoe_jax.Recipe.mxfp8(dispatch="bf16", combine_grad="bf16"),
     mxmoe_jax.Recipe.mxfp8(save_preactivations="mxfp8",
                            save_hidden="recompute", grad_dtype="e5m2"),
@@ -87,8 +102,7 @@ def test_explain_tells_kernel_and_reference_apart(recipe):
   assert by_name["dispatch permute"].implementation == "mosaic"
   for name, step in by_name.items():
     if name.endswith(("forward", "input_grad", "weight_grad")):
-      assert step.implementation == "xla"
-      assert "no Mosaic kernel" in step.reason
+      assert step.implementation == "mosaic"
   assert "NVIDIA H200" in str(told)
 
 
