@@ -3,7 +3,8 @@
 JAX's GPU interpret mode models shared and tensor memory, TMA, barriers, warps
 and a race detector. The parts under ``tests/interpreter/`` add what our kernels
 use beyond it: block scales and their copies to TMEM, CTA pairs, multicast,
-predicated and gathering copies, saturating casts, subnormals.
+predicated and gathering copies, wgmma's asynchrony, saturating casts,
+subnormals.
 
 Nothing happens at import. `install` replaces functions of the interpreter, and
 refuses on any JAX other than the one it was written against, by version and by
@@ -15,8 +16,8 @@ a hash of the source that it replaces. Tests use the fixture `interpreted`:
 which runs the function with interpret parameters, and fails when an access
 races, when a barrier is left with unobserved phases, or when it takes too long.
 
-Not modelled: layouts, swizzles, capacity (`pallas_kernels.aot` sees them),
-wgmma's asynchrony, and clusters running at the same time.
+Not modelled: layouts, swizzles, capacity (`pallas_kernels.aot` sees them), and
+clusters running at the same time.
 """
 
 from collections.abc import Callable
@@ -36,11 +37,11 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory as memory
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import pytest
 
-from tests.interpreter import arithmetic, copies, tensor_core
+from tests.interpreter import arithmetic, copies, tensor_core, wgmma
 
 PINNED_VERSION = "0.11.2"
 # sha256[:12] over the source of everything replaced or subclassed.
-PINNED_HASH = "cc1bf52350c5"
+PINNED_HASH = "180e58655c7c"
 
 # Copies that share a component of the vector clock hide each other's races, so
 # there must be as many components as asynchronous operations in a run.
@@ -74,6 +75,11 @@ def upstream_hash() -> str:
     _Interpreter._interpret_tcgen05_mma_p,
     _Interpreter._interpret_arithmetic_primitive,
     _Interpreter._interpret_async_copy_smem_to_tmem_p,
+    _Interpreter._interpret_wgmma_ref_p,
+    _Interpreter._interpret_wait_smem_to_gmem_p,
+    gpu_callbacks.wgmma,
+    gpu_callbacks.wgmma_accumulator_deref,
+    gpu_callbacks.wait_smem_to_gmem,
     memory.Barrier.arrive,
     _SharedMemory.execute_pipelineable_async_task,
     _SharedMemory.assert_no_barriers_allocated,
@@ -141,7 +147,14 @@ def replacements() -> list[tuple[Any, str, Any]]:
     "_interpret_arithmetic_primitive",
     arithmetic.interpreted_arithmetic,
   )
-  wrap(_Interpreter, "interpret", tensor_core.rewriting_interpret)
+  wrap(
+    _Interpreter,
+    "interpret",
+    lambda f: wgmma.rewriting_interpret(tensor_core.rewriting_interpret(f)),
+  )
+  wrap(_Interpreter, "_interpret_wgmma_ref_p", lambda _: wgmma.interpret_wgmma)
+  wrap(gpu_callbacks, "wgmma_accumulator_deref", wgmma.awaiting_deref)
+  wrap(gpu_callbacks, "wait_smem_to_gmem", wgmma.awaiting_stores)
   wrap(_SharedMemory, "assert_no_barriers_allocated", one_device_assert)
   return new
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
@@ -157,6 +158,24 @@ def multiply(
   return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
+def fence_reads(interpret: Any) -> None:
+  """Orders a thread's reads of shared memory before TMA's next writes there.
+
+  Only the fence: whoever arrives at a barrier after it needs no other sync.
+  """
+  if interpret:
+    plgpu.commit_smem()
+    return
+
+  @plgpu.inline_mgpu()
+  def fence(_):
+    mgpu.utils.inline_ptx(
+      "fence.proxy.async.shared::cta;", has_side_effects=True
+    )
+
+  fence()  # pyright: ignore[reportCallIssue]
+
+
 def multiply_converted(
   ring: Ring,
   step: jax.Array,
@@ -164,6 +183,7 @@ def multiply_converted(
   convert: Callable[[jax.Array], jax.Array],
   issue: Callable[[Any, jax.Array, jax.Array], None],
   shape: tuple[int, int],
+  interpret: Any,
 ) -> jax.Array:
   """`multiply` with an lhs that is converted in registers.
 
@@ -177,6 +197,7 @@ def multiply_converted(
       ``plgpu.Layout.WGMMA``.
     issue: ``issue(accumulator, lhs, slot)`` starts the wgmma of a slot.
     shape: Rows and columns of the accumulator.
+    interpret: Whether the kernel is interpreted.
 
   Returns:
     float32 of ``shape``, in the layout ``plgpu.Layout.WGMMA``.
@@ -188,6 +209,7 @@ def multiply_converted(
       issue(accumulator, lhs, ring.slot(step))
       following = convert(ring.await_full(step + 1))
       plgpu.wgmma_wait(0)
+      fence_reads(interpret)
       ring.release(step)
       return step + 1, following
 
@@ -195,6 +217,7 @@ def multiply_converted(
     last, lhs = lax.fori_loop(0, count - 1, body, (step, first))
     issue(accumulator, lhs, ring.slot(last))
     plgpu.wgmma_wait(0)
+    fence_reads(interpret)
     ring.release(last)
     return accumulator[...]
 

@@ -90,8 +90,7 @@ class Problem:
       common.operand((stages, *rhs), self.rhs_dtype, rhs_span),
     ]
     if converted:
-      blocks = self.step // BLOCK
-      scratch.append(plgpu.SMEM((stages, blocks, ROWS), jnp.uint8))
+      scratch.append(plgpu.SMEM((stages, ROWS), jnp.uint16))
     return scratch
 
 
@@ -144,29 +143,29 @@ def load_tiles(count, tile_group, operands, ring, smem, problem: Problem):
   ring.drain(each_tile(count, problem)(load_tile))
 
 
-def convert(lhs_smem, scale_smem, problem: Problem):
+def convert(lhs_smem, scale_smem):
   """MXFP8 [64, step] to bf16 in registers, exact within bf16's range.
 
   Args:
     lhs_smem: [64, step] fp8.
-    scale_smem: [step / 32, 64] uint8.
-    problem: Says how long a step is.
+    scale_smem: [64] uint16, the bytes of a row's two blocks.
   """
   layout = plgpu.Layout.WGMMA
   codes = plgpu.load(lhs_smem, layout=layout, optimized=False)
+  pair = plgpu.load(scale_smem, layout=layout.reduce(1), optimized=False)
+  pair = pair.astype(jnp.uint32)
   parts = []
-  for block in range(problem.step // BLOCK):
-    byte = plgpu.load(
-      scale_smem.at[block], layout=layout.reduce(1), optimized=False
-    )
-    scale = mosaic.power_of_two(byte.astype(jnp.uint32))
+  for block, byte in enumerate(
+    (pair & jnp.uint32(0xFF), pair >> jnp.uint32(8))
+  ):
+    scale = mosaic.power_of_two(byte)
     part = codes[:, block * BLOCK : (block + 1) * BLOCK].astype(jnp.float32)
     part = part * lax.broadcast_in_dim(scale, part.shape, (0,))
     parts.append(part.astype(jnp.bfloat16))
   return lax.concatenate(parts, 1)
 
 
-def product(ring, step, smem, consumer, problem: Problem):
+def product(ring, step, smem, consumer, problem: Problem, interpret):
   """The sums of one tile, [64, columns] float32."""
   lhs_smem, rhs_smem, *scale_smem = smem
   half = pl.ds(consumer * PART, PART)
@@ -182,10 +181,11 @@ def product(ring, step, smem, consumer, problem: Problem):
       step,
       problem.steps,
       lambda slot: convert(
-        lhs_smem.at[slot, half], scale_smem[0].at[slot, :, half], problem
+        lhs_smem.at[slot, half], scale_smem[0].at[slot, half]
       ),
       lambda sums, lhs, slot: plgpu.wgmma(sums, lhs, rhs(slot)),
       shape,
+      interpret,
     )
   return common.multiply(
     ring,
@@ -197,7 +197,15 @@ def product(ring, step, smem, consumer, problem: Problem):
 
 
 def multiply_tiles(
-  count, tile_group, scales, out, ring, smem, consumer, problem: Problem
+  count,
+  tile_group,
+  scales,
+  out,
+  ring,
+  smem,
+  consumer,
+  problem: Problem,
+  interpret,
 ):
   """A consumer's role."""
   slabs, *smem = smem
@@ -214,7 +222,7 @@ def multiply_tiles(
         slab = rescale(slab, scales, rows, (tile_group[row], window(at)))
       return slab.astype(problem.out_dtype)
 
-    sums = product(ring, step, smem, consumer, problem)
+    sums = product(ring, step, smem, consumer, problem, interpret)
     common.store(
       sums,
       finish,
@@ -241,12 +249,12 @@ def rescale(slab, scales, rows, columns):
   return slab * lax.broadcast_in_dim(by_column, slab.shape, (1,))
 
 
-def kernel(*refs, problem: Problem):
+def kernel(*refs, problem: Problem, interpret: Any):
   """The body.
 
   Refs: tile count [1], tile group [tiles], lhs, rhs, then scales: folded, of
-  rows [R] and columns [G, N]; converted, [R / 128, steps, blocks of a step,
-  128] uint8. Then the result and the scratch.
+  rows [R] and columns [G, N]; converted, [R / 128, steps, 128] uint16. Then the
+  result and the scratch.
   """
   count_gmem, tile_group, lhs, rhs, *refs = refs
   scales = {"plain": 0, "folded": 2, "converted": 1}[problem.way]
@@ -257,6 +265,6 @@ def kernel(*refs, problem: Problem):
   common.roles(
     lambda: load_tiles(count, tile_group, operands, ring, smem[1:], problem),
     lambda consumer: multiply_tiles(
-      count, tile_group, scales, out, ring, smem, consumer, problem
+      count, tile_group, scales, out, ring, smem, consumer, problem, interpret
     ),
   )
