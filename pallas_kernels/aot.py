@@ -45,6 +45,7 @@ from pallas_kernels import (
   swiglu,
 )
 from pallas_kernels.hopper import grouped_matmul as hopper_grouped_matmul
+from pallas_kernels.hopper import grouped_wgrad as hopper_grouped_wgrad
 
 TMEM_COLUMNS = 512  # per SM, PTX ISA, tcgen05.alloc
 SMEM_RESERVED = 1024  # bytes per CTA that the driver keeps, CUDA guide 7.4
@@ -109,7 +110,7 @@ def kernels(target: Target) -> list[mosaic.Variant]:
   """Every kernel in every tile choice that the library can select."""
   modules = (
     *(quantize, dequantize, requantize, swiglu, permute),
-    hopper_grouped_matmul,
+    *(hopper_grouped_matmul, hopper_grouped_wgrad),
   )
   return [v for module in modules for v in module.variants(target.name)]
 
@@ -178,6 +179,8 @@ def problems(
   found = []
   if result.spill_bytes:
     found.append(f"spills {result.spill_bytes} bytes of registers")
+  if result.serialized:
+    found.append(f"ptxas serializes wgmma in {result.serialized} places")
   if not result.registers:
     found.append("ptxas reported no registers")
   ctas = variant.ctas_per_sm

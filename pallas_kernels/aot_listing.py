@@ -38,6 +38,7 @@ class Result:
   Attributes:
     registers: Registers per thread.
     spill_bytes: Bytes of spill stores and loads, and of stack frame.
+    serialized: Warnings of ptxas that it runs wgmma one after another.
     smem_bytes: Shared memory per CTA, scratch and barriers.
     tmem_columns: Tensor memory columns per CTA.
     threads: Threads per CTA.
@@ -49,6 +50,7 @@ class Result:
   variant: str
   registers: int = 0
   spill_bytes: int = 0
+  serialized: int = 0
   smem_bytes: int = 0
   tmem_columns: int = 0
   threads: int = 0
@@ -75,6 +77,7 @@ def read_listings(
     base,
     registers=total(r"Used (\d+) registers", texts["ptxas"]),
     spill_bytes=total(r"(\d+) bytes (?:spill|stack)", texts["ptxas"]),
+    serialized=len(re.findall(r"wgmma\S* .*serialized", texts["ptxas"])),
     smem_bytes=total(r"smem_scratch_bytes=(\d+)", resources) + 8 * barriers,
     tmem_columns=total(r"tmem_scratch_cols=(\d+)", resources)
     + total(r"tmem_collective_scratch_cols=(\d+)", resources),

@@ -100,16 +100,19 @@ def order_of_work(layout: groups.GroupLayout) -> jax.Array:
   return jnp.sum(picked, axis=2, dtype=jnp.int32)
 
 
-def default_tile(depth: int, width: int, out_dtype: Any) -> WgradTile:
-  """The tile of a problem.
+def default_tile(depth: int, width: int) -> WgradTile:
+  """The tile of a problem: of the two fastest the one that wastes less.
 
   Args:
     depth: K.
     width: N.
-    out_dtype: Of the result.
   """
-  del depth, width, out_dtype
-  return WgradTile()
+
+  def covered(tile: WgradTile) -> int:
+    down, across = -(-depth // tile.lhs), -(-width // tile.rhs)
+    return down * tile.lhs * across * tile.rhs
+
+  return min(wgrad_tile.FASTEST, key=covered)
 
 
 def grouped_wgrad(
@@ -154,7 +157,7 @@ def grouped_wgrad(
     width=rhs.shape[1],
     out_dtype=jnp.dtype(out_dtype),
     accumulate=accumulate is not None,
-    tile=tile or default_tile(lhs.shape[1], rhs.shape[1], out_dtype),
+    tile=tile or default_tile(lhs.shape[1], rhs.shape[1]),
   )
   ctas = min(problem.tiles, 1 if interpret else mosaic.sm_count())
   call = plgpu.kernel(
@@ -179,18 +182,21 @@ def variants(target: str) -> list[mosaic.Variant]:
   if target != "h200":
     return []
   return [
-    _variant("bf16", jnp.bfloat16, False, None),
-    _variant("float32", jnp.float32, False, None),
-    _variant("float32 added", jnp.float32, True, None),
+    _variant(out_dtype, accumulate, tile)
+    for tile in wgrad_tile.FASTEST
+    for out_dtype, accumulate in (
+      (jnp.bfloat16, False),
+      (jnp.float32, False),
+      (jnp.float32, True),
+    )
   ]
 
 
 def _variant(
-  name: str, out_dtype: Any, accumulate: bool, tile: WgradTile | None
+  out_dtype: Any, accumulate: bool, tile: WgradTile
 ) -> mosaic.Variant:
-  """One entry of `variants`."""
+  """One entry of `variants`; its last tiles end past K and N."""
   count, rows, depth, width = 8, 4096, 2048, 1408
-  tile = tile or default_tile(depth, width, out_dtype)
 
   def function(lhs, rhs, sizes, *accumulate):
     layout = groups.group_layout(sizes, rows)
@@ -206,6 +212,7 @@ def _variant(
   ]
   if accumulate:
     arguments.append(jax.ShapeDtypeStruct((count, depth, width), jnp.float32))
+  name = jnp.dtype(out_dtype).name + " added" * accumulate
   return mosaic.Variant(
     kernel="grouped_wgrad",
     variant=f"{name} {tile.name}",

@@ -80,7 +80,7 @@ class Problem:
     return [
       plgpu.Barrier(num_arrivals=2, num_barriers=turns * tile.stages),
       plgpu.Barrier(num_arrivals=CONSUMERS // turns, num_barriers=tile.stages),
-      plgpu.Barrier(num_barriers=CONSUMERS),
+      plgpu.Barrier(num_barriers=CONSUMERS * tile.buffers),
       common.operand((tile.stages, STEP, tile.lhs), jnp.bfloat16, span),
       common.operand((tile.stages, STEP, tile.rhs), jnp.bfloat16, span),
       mosaic.swizzled(slabs, self.out_dtype, self.width),
@@ -214,31 +214,46 @@ def multiply(ring, operands, tile, consumer, problem: Problem) -> jax.Array:
   return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
+def corners(problem: Problem) -> list[tuple[int, int]]:
+  """Row and column of each slab of a consumer's part of a tile."""
+  rows = range(0, problem.tile.part, SLAB_ROWS)
+  columns = range(0, problem.tile.rhs, problem.slab)
+  return list(itertools.product(rows, columns))
+
+
+def fetch(i, window, slabs, arrays, loaded, problem: Problem) -> None:
+  """Starts the load of what slab ``i`` of a tile is added to, if it exists."""
+  if arrays[0] is not None and i < len(corners(problem)):
+    source = arrays[0].at[window(*corners(problem)[i])]
+    buffer = i % problem.tile.buffers
+    plgpu.copy_gmem_to_smem(source, slabs.at[buffer], loaded(buffer))
+
+
 def store(sums, window, slabs, arrays, loaded, problem: Problem) -> None:
-  """Stores a consumer's sums, a slab at a time.
+  """Stores a consumer's sums, a slab at a time; the first are fetched.
+
+  The fetch of a later slab waits for the store of an earlier one of the same
+  buffer, half of the buffers ago.
 
   Args:
     sums: [part, rhs] float32.
     window: ``window(row, column)``: indices of the slab that starts there.
     slabs: [buffers, 64, slab] in shared memory.
     arrays: What to add to, or None, and the result, in global memory.
-    loaded: Barrier of the slab that is added to.
+    loaded: ``loaded(buffer)``: barrier of the slab that is added to.
     problem: What is computed.
   """
   accumulate, out = arrays
-  tile, width = problem.tile, problem.slab
-  corners = itertools.product(
-    range(0, tile.part, SLAB_ROWS), range(0, tile.rhs, width)
-  )
-  plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
-  for i, (row, column) in enumerate(corners):
-    slab = slabs.at[i % tile.buffers]
+  buffers, width = problem.tile.buffers, problem.slab
+  ago = buffers if accumulate is None else max(buffers // 2, 1)
+  for i, (row, column) in enumerate(corners(problem)):
+    slab = slabs.at[i % buffers]
     value = sums[row : row + SLAB_ROWS, column : column + width]
-    if i >= tile.buffers:
-      plgpu.wait_smem_to_gmem(tile.buffers - 1, wait_read_only=True)
+    if i >= ago:
+      plgpu.wait_smem_to_gmem(ago - 1, wait_read_only=True)
+      fetch(i - ago + buffers, window, slabs, arrays, loaded, problem)
     if accumulate is not None:
-      plgpu.copy_gmem_to_smem(accumulate.at[window(row, column)], slab, loaded)
-      plgpu.barrier_wait(loaded)
+      plgpu.barrier_wait(loaded(i % buffers))
       value += plgpu.load(slab, layout=plgpu.Layout.WGMMA)
     slab[...] = value.astype(problem.out_dtype)
     plgpu.commit_smem()
@@ -248,10 +263,9 @@ def store(sums, window, slabs, arrays, loaded, problem: Problem) -> None:
 def multiply_tiles(schedule, refs, consumer, problem: Problem):
   """A consumer's role."""
   ring, operands, slabs, arrays, loaded = refs
-  part = problem.tile.part
+  part, buffers = problem.tile.part, problem.tile.buffers
 
   def multiply_tile(tile):
-    sums = multiply(ring, operands, tile, consumer, problem)
     first = tile.row * problem.tile.lhs
     if not problem.tile.alternate:
       first += consumer * part
@@ -260,9 +274,15 @@ def multiply_tiles(schedule, refs, consumer, problem: Problem):
       columns = pl.ds(tile.column * problem.tile.rhs + column, problem.slab)
       return tile.group, pl.ds(first + row, SLAB_ROWS), columns
 
-    store(
-      sums, window, slabs.at[consumer], arrays, loaded.at[consumer], problem
+    memory = (
+      *(window, slabs.at[consumer], arrays),
+      lambda buffer: loaded.at[consumer * buffers + buffer],
+      problem,
     )
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
+    for i in range(buffers):
+      fetch(i, *memory)
+    store(multiply(ring, operands, tile, consumer, problem), *memory)
 
   def visit(tile):
     if problem.tile.alternate:

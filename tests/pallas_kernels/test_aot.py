@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pallas_kernels import aot
+from pallas_kernels import aot, aot_listing, mosaic
 
 TARGETS = ("b200", "h200")
 SECONDS = 240
@@ -97,3 +97,23 @@ def test_an_unknown_target_is_refused():
   done = run_module("pallas_kernels.aot", "--target", "b100")
   assert done.returncode == 2
   assert "b200" in done.stderr
+
+
+def test_a_serialized_wgmma_is_a_problem():
+  log = (
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async "
+    "instructions are serialized due to insufficient register resources for "
+    "the wgmma pipeline in function 'kernel'\n"
+    "ptxas info    : Used 168 registers, used 1 barriers\n"
+  )
+  texts = {"ptx": "", "sass": "", "resources.txt": "", "ptxas": log}
+  base = aot_listing.Result(kernel="some", variant="variant")
+  result = aot_listing.read_listings(base, texts, 0.0)
+  assert result.serialized == 1
+  variant = mosaic.Variant(
+    kernel="some", variant="variant", function=abs, arguments=()
+  )
+  target = aot.load_target("h200")
+  assert aot.problems(result, variant, target) == (
+    "ptxas serializes wgmma in 1 places",
+  )

@@ -11,9 +11,11 @@ from tests import tolerance
 
 GROUPS, K, N = 3, 128, 192
 ROWS = 300
-# Two slots, so that every pattern but single_row wraps the ring.
-TURNS = wgrad_tile.WgradTile(lhs=64, rhs=128, stages=2)
-HALVES = wgrad_tile.WgradTile(lhs=128, rhs=64, stages=2, alternate=False)
+# Two slots, so that every pattern wraps the ring; fewer buffers than slabs.
+TURNS = wgrad_tile.WgradTile(lhs=64, rhs=128, stages=2, buffers=2)
+HALVES = wgrad_tile.WgradTile(
+  lhs=128, rhs=64, stages=2, buffers=1, alternate=False
+)
 TILES = {"turns": TURNS, "halves": HALVES}
 
 
