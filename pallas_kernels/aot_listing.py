@@ -10,6 +10,11 @@ import re
 # name -> (which listing, pattern). A count is a count of static instructions.
 INSTRUCTIONS = {
   "block_scaled_mma": ("ptx", r"tcgen05\.mma\.\S*block_scale"),
+  "mxfp8_mma": (
+    "ptx",
+    r"tcgen05\.mma\.\S*kind::mxf8f6f4\.block_scale\.scale_vec::1X",
+  ),
+  "mma_of_a_pair": ("ptx", r"tcgen05\.mma\.cta_group::2"),
   "scale_copy_to_tmem": ("ptx", r"tcgen05\.cp\."),
   "tmem_load": ("ptx", r"tcgen05\.ld\."),
   "wgmma_fp8": ("ptx", r"wgmma\.mma_async\.\S*\.e4m3"),

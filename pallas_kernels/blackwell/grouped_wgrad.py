@@ -261,7 +261,8 @@ def _variant(
     function=function,
     arguments=tuple(arguments),
     promises=(
-      *("block_scaled_mma", "scale_copy_to_tmem", "tmem_load"),
+      *("mxfp8_mma", "scale_copy_to_tmem", "tmem_load"),
       *("bulk_tensor_load", "bulk_tensor_store"),
+      *(("mma_of_a_pair",) if tile.ctas > 1 else ()),
     ),
   )
