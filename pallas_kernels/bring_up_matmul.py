@@ -105,6 +105,13 @@ def matmul_check(
   def dot_operands():
     return _normal(2, (rows, depth)), _normal(3, (depth, width))
 
+  def ragged_operands():
+    sizes = jnp.array(cases.group_sizes("even", count, rows), jnp.int32)
+    return _normal(2, (rows, depth)), _normal(3, (count, depth, width)), sizes
+
+  baselines: dict[str, Any] = {"bf16 dot": (jnp.matmul, dot_operands)}
+  if form == "bf16" and not transposed:
+    baselines["ragged_dot"] = (lax.ragged_dot, ragged_operands)
   folded = form == "folded"
   order = "dgrad" if transposed and not folded else "forward"
   return _check(
@@ -112,7 +119,7 @@ def matmul_check(
     module=module, shape=shape, stage=stage, make=make, run=run,
     meaning=meaning, form=form,
     limits=bring_up_check.SHORT_SUMS if folded else bring_up_check.NUMBERS,
-    baselines={"bf16 dot": (jnp.matmul, dot_operands)},
+    baselines=baselines,
   )  # fmt: skip
 
 
