@@ -256,7 +256,7 @@ def _variant(
   if accumulate:
     arguments.append(jax.ShapeDtypeStruct((count, depth, width), jnp.float32))
   return mosaic.Variant(
-    kernel="grouped_wgrad",
+    kernel="blackwell.grouped_wgrad",
     variant=f"{name} {tile.name}",
     function=function,
     arguments=tuple(arguments),
