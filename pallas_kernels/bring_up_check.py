@@ -58,6 +58,8 @@ class Check:
     run: The kernel; takes inputs and, by name, ``interpret``.
     meaning: The reference on the same inputs, with the same results.
     inputs: Name -> arguments of ``make``, alike in shape; timed is the first.
+    specified: Takes a result and the inputs and blanks what a kernel may leave
+      as it likes; None where all of a result is specified.
     limits: How far the results may be apart.
     flops: Of one call, counting rows that belong to a group; 0 if none.
     rate: Name of the peak that bounds it, "memory", "bf16" or "fp8".
@@ -74,6 +76,7 @@ class Check:
   run: Callable[..., Any]
   meaning: Callable[..., Any]
   inputs: dict[str, tuple[Any, ...]]
+  specified: Callable[..., Any] | None = None
   limits: Limits = Limits()
   flops: float = 0.0
   rate: str = "memory"

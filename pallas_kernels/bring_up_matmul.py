@@ -56,7 +56,8 @@ def _quantize(x: jax.Array, axis: int, form: str) -> jax.Array | mxfp8.MxArray:
   return reference.quantize(x, axis, layout="blocked", folded=folded)
 
 
-def _only_rows(y: jax.Array, layout: groups.GroupLayout) -> jax.Array:
+def _only_rows(y: jax.Array, lhs: Any, rhs: Any, layout: Any) -> jax.Array:
+  del lhs, rhs
   return jnp.where(layout.row_valid()[:, None], y, 0)
 
 
@@ -94,10 +95,8 @@ def matmul_check(
     return _quantize(lhs, -1, form), _quantize(rhs, contracted, form), layout
 
   def run(lhs, rhs, layout, **options):
-    y = _kernel(module, "grouped_matmul")(
-      lhs, rhs, layout, transpose_rhs=transposed, **options
-    )
-    return _only_rows(y, layout)
+    kernel = _kernel(module, "grouped_matmul")
+    return kernel(lhs, rhs, layout, transpose_rhs=transposed, **options)
 
   def meaning(lhs, rhs, layout):
     return reference.grouped_matmul(lhs, rhs, layout, transpose_rhs=transposed)
@@ -117,7 +116,7 @@ def matmul_check(
   return _check(
     kernel=f"{_generation(module)} grouped_matmul {form} {order}",
     module=module, shape=shape, stage=stage, make=make, run=run,
-    meaning=meaning, form=form,
+    meaning=meaning, form=form, specified=_only_rows,
     limits=bring_up_check.SHORT_SUMS if folded else bring_up_check.NUMBERS,
     baselines=baselines,
   )  # fmt: skip

@@ -67,15 +67,22 @@ def run_check(check: Check, *, interpret: bool, say: Say) -> Finding:
   make = jax.jit(check.make)
   kernel = jax.jit(functools.partial(check.run, **options))
   meaning = jax.jit(check.meaning)
+  specified = check.specified and jax.jit(check.specified)
+
+  def call(function):
+    result = function(*arguments)
+    result = specified(result, *arguments) if specified else result
+    return jax.block_until_ready(result)
+
   worst: dict[str, Any] = dict(unequal=0, frobenius=0.0, element=0.0)
   for label, values in check.inputs.items():
     on = f" on {label}" if label else ""
     say(f"making the inputs{on}")
     arguments = jax.block_until_ready(make(*values))
     say(f"running the kernel{on}")
-    got = jax.block_until_ready(kernel(*arguments))
+    got = call(kernel)
     say(f"running the reference{on}")
-    want = jax.block_until_ready(meaning(*arguments))
+    want = call(meaning)
     verdict = bring_up_check.compare(got, want, check.limits)
     del want
     for name, value in worst.items():
@@ -85,8 +92,7 @@ def run_check(check: Check, *, interpret: bool, say: Say) -> Finding:
       return bring_up_check.finding(check, "wrong", why=why, **worst)
     say(f"repeating the kernel{on}")
     for _ in range(0 if interpret else REPEATS):
-      again = jax.block_until_ready(kernel(*arguments))
-      if not bring_up_check.same_bits(again, got):
+      if not bring_up_check.same_bits(call(kernel), got):
         why = f"results change from call to call{on}"
         return bring_up_check.finding(check, "wrong", why=why, **worst)
   if check.stage == "real" and not interpret:

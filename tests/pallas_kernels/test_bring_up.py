@@ -112,6 +112,17 @@ def test_a_result_that_moves_is_wrong():
   assert found.why == "results change from call to call on zero"
 
 
+def test_what_is_not_specified_is_not_compared():
+  def blank(result, x):
+    return jnp.where(jnp.arange(x.size) == 7, 0, result)
+
+  check = subjects.check("one off", subjects.one_off, specified=blank)
+  found = bring_up_worker.run_check(
+    check, interpret=False, say=lambda phase: None
+  )
+  assert found.outcome == "passed"
+
+
 def test_real_shapes_are_timed_beside_their_baseline(monkeypatch):
   monkeypatch.setattr(timing, "CACHE_BYTES", 64)
   monkeypatch.setattr(timing, "SAMPLE_SECONDS", 1e-4)
