@@ -74,6 +74,24 @@ def matmul_bound(magnitudes, y, *, bf16: bool):
   return FLOAT32_SUM * magnitudes + rounding
 
 
+def fold_bound(lhs, rhs, lhs_top, rhs_top, smallest):
+  """How far folding may move one product, from `reference.fold`'s bound.
+
+  Each number moves by at most half the smallest fp8 number times the top scale
+  of its line, so x @ w moves by |dx| @ |w| + |x| @ |dw| + |dx| @ |dw|.
+
+  Args:
+    lhs: |x| [R, K] in float64.
+    rhs: |w| [K, N] likewise.
+    lhs_top: [R] the largest scale of each row, 2^(S - 127).
+    rhs_top: [N] of each column.
+    smallest: The smallest number of the fp8 type.
+  """
+  row, column = smallest / 2 * lhs_top[:, None], smallest / 2 * rhs_top[None]
+  return (row * rhs.sum(0) + lhs.sum(1)[:, None] * column +
+          lhs.shape[1] * row * column)
+
+
 def layer_floors(recipe) -> dict[str, float]:
   """Floors in dB of a layer under a recipe, by kind of array."""
   if not recipe.uses_mxfp8:

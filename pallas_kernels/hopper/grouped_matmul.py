@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from pallas_kernels import dequantize, groups, mosaic, mxfp8, reference, stream
 from pallas_kernels.hopper import common, matmul_check, matmul_kernel, tile
 
+TMA_BYTES = 16  # rows of an array that TMA reads start at multiples of it
 STEP_BLOCKS = 2  # blocks of 32 in a step of the converted way
 
 GroupLayout = groups.GroupLayout
@@ -45,6 +46,7 @@ def grouped_matmul(
   *,
   transpose_rhs: bool = False,
   out_dtype: Any = jnp.bfloat16,
+  lhs_rows: jax.Array | None = None,
   tile: MatmulTile | None = None,
   interpret: Any = False,
 ) -> jax.Array:
@@ -53,10 +55,13 @@ def grouped_matmul(
   Args:
     lhs: [R, K] bf16, or MxArray with blocks along axis -1.
     rhs: [G, K, N], or [G, N, K] with transpose_rhs; bf16, or MxArray with
-      blocks along the contracted axis.
+      blocks along the contracted axis. With an MxArray lhs, bf16 are weights
+      that were dequantized before, once for several calls.
     layout: Of the rows of lhs.
     transpose_rhs: Contract the last axis of rhs.
     out_dtype: bfloat16 or float32.
+    lhs_rows: [R, stride] fp8 whose first K columns are lhs.data, e.g. wire rows
+      seen as fp8; read in its place, so that no slice of them is copied.
     tile: The schedule; the default otherwise.
     interpret: Handed on to ``plgpu.kernel``.
 
@@ -69,6 +74,7 @@ def grouped_matmul(
     NotImplementedError: An operand that these kernels do not take.
   """
   matmul_check.check_operands(lhs, rhs, layout, transpose_rhs, out_dtype)
+  matmul_check.check_rows(lhs, lhs_rows)
   call = functools.partial(
     _call,
     layout=layout,
@@ -80,12 +86,28 @@ def grouped_matmul(
   if not isinstance(lhs, MxArray):
     return call((lhs, rhs), (), way="plain")
   if not isinstance(rhs, MxArray):
-    return call((lhs.data, rhs), (_step_scales(lhs),), way="converted")
-  if lhs.folded and rhs.folded and transpose_rhs:
-    scales = (_line_scales(lhs), _line_scales(rhs))
-    return call((lhs.data, rhs.data), scales, way="folded")
-  weights = _bf16(rhs, interpret)
-  return call((lhs.data, weights), (_step_scales(lhs),), way="converted")
+    way, scales = "converted", (_step_scales(lhs),)
+  elif lhs.folded and rhs.folded and transpose_rhs:
+    way, scales, rhs = (
+      "folded",
+      (_line_scales(lhs), _line_scales(rhs)),
+      rhs.data,
+    )
+  else:
+    way, scales, rhs = "converted", (_step_scales(lhs),), _bf16(rhs, interpret)
+  return call((_rows(lhs, lhs_rows, way), rhs), scales, way=way)
+
+
+def _rows(lhs: MxArray, rows: jax.Array | None, way: str) -> jax.Array:
+  """lhs.data, or rows that hold it if TMA can step through them.
+
+  A last step past K would multiply what follows there by zero: NaN if it is.
+  """
+  depth = lhs.shape[1]
+  whole = depth % matmul_kernel.step_length(way) == 0
+  if rows is None or not whole or rows.shape[1] % TMA_BYTES:
+    return lhs.data if rows is None else rows[:, :depth]
+  return rows
 
 
 def _step_scales(x: MxArray) -> jax.Array:
@@ -136,6 +158,7 @@ def _call(
     rows=lhs.shape[0],
     depth=rhs.shape[2 if transposed else 1],
     width=width,
+    stride=lhs.shape[1],
     lhs_dtype=lhs.dtype,
     rhs_dtype=rhs.dtype,
     out_dtype=jnp.dtype(out_dtype),

@@ -89,3 +89,25 @@ def check_blocks(lhs: Any, rhs: Any, contracted: int) -> None:
         f"grouped_matmul: the blocks of {name} must run along the contracted "
         f"axis {axis}; got {x!r}. Quantize it along that axis."
       )
+
+
+def check_rows(lhs: jax.Array | MxArray, rows: jax.Array | None) -> None:
+  """Refuses ``lhs_rows`` that cannot hold the data of lhs.
+
+  Raises:
+    ValueError: lhs is no MxArray, or rows, dtype or length do not fit.
+  """
+  if rows is None:
+    return
+  if not isinstance(lhs, MxArray):
+    raise ValueError("grouped_matmul: lhs_rows needs an MxArray lhs.")
+  if (
+    rows.ndim != 2
+    or rows.shape[0] != lhs.shape[0]
+    or rows.shape[1] < lhs.shape[1]
+    or rows.dtype != lhs.data.dtype
+  ):
+    raise ValueError(
+      f"grouped_matmul: lhs_rows must be {lhs.data.dtype} [{lhs.shape[0]}, "
+      f"stride] with stride >= {lhs.shape[1]}; got {rows.dtype} {rows.shape}."
+    )

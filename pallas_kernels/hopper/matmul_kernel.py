@@ -32,6 +32,11 @@ BLOCK = mxfp8.BLOCK
 WAYS = ("plain", "folded", "converted")
 
 
+def step_length(way: str) -> int:
+  """Elements that one step contracts: 128 bytes of a row of rhs."""
+  return tile.STEP_BYTES // (1 if way == "folded" else 2)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
   """What one call of the kernel computes; static.
@@ -40,6 +45,7 @@ class Problem:
     rows: R, a multiple of 128.
     depth: K, contracted.
     width: N.
+    stride: Elements from one row of lhs to the next, K or more.
     lhs_dtype: bf16 or fp8.
     rhs_dtype: bf16, or fp8 with ``folded``.
     out_dtype: bf16 or float32.
@@ -51,6 +57,7 @@ class Problem:
   rows: int
   depth: int
   width: int
+  stride: int
   lhs_dtype: Any
   rhs_dtype: Any
   out_dtype: Any
@@ -60,8 +67,8 @@ class Problem:
 
   @property
   def step(self) -> int:
-    """Elements that one step contracts: 128 bytes of a row of rhs."""
-    return tile.STEP_BYTES // jnp.dtype(self.rhs_dtype).itemsize
+    """Elements that one step contracts."""
+    return step_length(self.way)
 
   @property
   def steps(self) -> int:
@@ -77,7 +84,7 @@ class Problem:
     """Barriers, the rings of lhs and rhs, and the slabs of the epilogue."""
     stages, columns = self.tile.stages, self.tile.columns
     rhs_row = self.depth if self.transposed else self.width
-    lhs_span = common.span((self.depth, self.lhs_dtype))
+    lhs_span = common.span((self.stride, self.lhs_dtype))
     rhs_span = common.span((rhs_row, self.rhs_dtype))
     converted = self.way == "converted"
     if not converted:  # wgmma reads both from shared memory: one swizzle

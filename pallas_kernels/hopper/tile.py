@@ -33,7 +33,7 @@ class MatmulTile:
   stages: int = 4
   buffers: int = 2
   band: int = 8
-  along: int = 1
+  along: int = 0
 
   def __post_init__(self):
     if self.columns not in COLUMNS:
