@@ -2,6 +2,7 @@
 
     python -m experiments.bench quantize|dequantize|swiglu|permute ...
         [--rows N] [--width N] [--samples N] [--json FILE]
+    python -m experiments.bench grouped_matmul ...      see `bench_matmul`
 
 A row of the table is one `pallas_kernels.workloads.Workload`: the kernel's
 device time (median and quartiles of at least 20 samples), the bytes that it
@@ -33,6 +34,7 @@ import jax.numpy as jnp
 import rich.console
 import rich.table
 
+from experiments import bench_matmul
 from pallas_kernels import timing, workloads
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "torch")
@@ -243,6 +245,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns its exit status, 1 if a case is wrong."""
+  if bench_matmul.NAME in arguments[:1]:
+    return bench_matmul.main(arguments, origin)
   asked = _parse(arguments)
   if jax.devices()[0].platform != "gpu":
     print(

@@ -98,3 +98,10 @@ SMALL_MATMULS = ((64, 2, 64, 32), (300, 3, 96, 160), (384, 4, 128, 64))
 # matmul kernel, the second ends inside every tile.
 BRING_UP_MATMULS = ((1000, 4, 1024, 512), (300, 3, 96, 160))
 BRING_UP_WGRADS = ((1000, 4, 512, 512), (300, 3, 192, 320))
+
+# The grouped matmuls that kernels are timed at, (rows, groups, k, n): widths
+# of a model, and as many rows as a device holds.
+TIMED_MATMULS = {
+    "llama4_scout": (32768, 8, 5120, 8192),
+    "deepseek_v3": (32768, 32, 7168, 2048),
+}
