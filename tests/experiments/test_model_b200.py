@@ -80,9 +80,9 @@ def test_whole_tiles_and_whole_rounds_cost(form):
 
   assert us([257] * 64) == us([512] * 64)  # of the last tile all is multiplied
   assert us([8192]) < us([8192 + 1])
-  one_round = us([256 * 74], width=256)
-  assert us([256 * 73 + 1], width=256) == one_round
-  assert us([256 * 75], width=256) == 2 * one_round
+  eight_rounds = us([256 * 37])  # 37 x 16 tiles on 74 pairs of SMs
+  assert us([256 * 36 + 1]) == eight_rounds
+  assert us([256 * 37 + 1]) == pytest.approx(eight_rounds * 9 / 8)
 
 
 def test_a_short_group_is_bound_by_its_weights():
