@@ -27,7 +27,8 @@ MAY_IMPORT = {
 READING_ORDER = (
   *("config", "sharding", "mosaic_ops", "backend", "operands", "matmul"),
   *("routing", "permute", "exchange", "stage", "weights", "experts"),
-  *("residuals", "arguments", "layer", "module", "explaining", "__init__"),
+  *("residuals", "arguments", "layer", "debug", "module", "explaining"),
+  "__init__",
 )
 
 MAX_FILE_LINES = 350
