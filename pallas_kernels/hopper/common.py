@@ -143,11 +143,7 @@ def multiply(
     def body(k, step):
       issue(accumulator, ring.await_full(step))
       plgpu.wgmma_wait(1)
-
-      @pl.when(k > 0)
-      def _():
-        ring.release(step - 1)
-
+      pl.when(k > 0)(lambda: ring.release(step - 1))
       return step + 1
 
     end = lax.fori_loop(0, count, body, step)

@@ -31,6 +31,8 @@ from pallas_kernels import dequantize, groups, mosaic, mxfp8, reference, stream
 from pallas_kernels.hopper import common, matmul_check, matmul_kernel, tile
 
 TMA_BYTES = 16  # rows of an array that TMA reads start at multiples of it
+# Whether rhs may be [G, N, K], by way; fp8 wgmma reads no other order.
+ORDERS = {"plain": (False, True), "converted": (False, True), "folded": (True,)}
 STEP_BLOCKS = 2  # blocks of 32 in a step of the converted way
 
 GroupLayout = groups.GroupLayout
@@ -185,26 +187,42 @@ def _call(
   return call(count, layout.tile_group(), lhs, rhs, *scales)
 
 
-# (case, rows, groups, K, N): the wide shapes of the issue's peers, and widths
-# that end inside a tile.
-SHAPES = ((1024, 8, 5120, 8192), (1024, 4, 2880, 1408), (1024, 4, 96, 160))
+# (rows, groups, K, N): a wide layer in all forms, then one for each width of
+# tile, with rows of lhs that take each swizzle.
+WIDE_SHAPE = (1024, 8, 5120, 8192)
+SHAPES = (
+  (1024, 4, 2880, 1408),
+  (512, 4, 96, 160),
+  (512, 4, 160, 96),
+  (512, 4, 64, 32),
+)
 
 
 def variants(target: str) -> list[mosaic.Variant]:
-  """Every way in every tile width and both orders of rhs.
+  """Every way, in both orders of rhs and in every tile width.
 
   Args:
     target: Name of a GPU; only Hopper's have kernels here.
   """
   if target != "h200":
     return []
-  found = []
-  for shape in SHAPES:
-    for out_dtype in (jnp.bfloat16, jnp.float32):
-      for transposed in (False, True):
-        found.append(_variant(shape, transposed, out_dtype, "plain"))
-        found.append(_variant(shape, transposed, out_dtype, "converted"))
-      found.append(_variant(shape, True, out_dtype, "folded"))
+  bf16, f32, e5m2 = jnp.bfloat16, jnp.float32, mxfp8.E5M2
+  found = [
+    _variant(WIDE_SHAPE, transposed, out_dtype, way)
+    for out_dtype in (bf16, f32)
+    for way, orders in ORDERS.items()
+    for transposed in orders
+  ]
+  found += [
+    _variant(WIDE_SHAPE, True, bf16, way, e5m2)
+    for way in ("folded", "converted")
+  ]
+  for index, shape in enumerate(SHAPES):
+    found += [
+      _variant(shape, orders[index % len(orders)], bf16, way)
+      for way, orders in ORDERS.items()
+    ]
+    found.append(_variant(shape, index % 2 == 1, f32, "converted"))
   return found
 
 
@@ -239,16 +257,18 @@ def _variant(
       interpret=False,
     )
 
+  lhs_dtype = jnp.dtype(jnp.bfloat16 if way == "plain" else lhs_dtype)
   order = "GNK" if transposed else "GKN"
   return mosaic.Variant(
     kernel="hopper.grouped_matmul",
     variant=(
-      f"{way} {depth}x{width} {order} {jnp.dtype(out_dtype).name} {chosen.name}"
+      f"{way} {lhs_dtype.name} {depth}x{width} {order} "
+      f"{jnp.dtype(out_dtype).name} {chosen.name}"
     ),
     function=function,
     arguments=(
       struct((count,), jnp.int32),
-      struct((rows, depth), jnp.bfloat16 if way == "plain" else lhs_dtype),
+      struct((rows, depth), lhs_dtype),
       struct(rhs, mxfp8.E4M3 if way == "folded" else jnp.bfloat16),
       *(struct(*scale) for scale in scales),
     ),
