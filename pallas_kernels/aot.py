@@ -38,6 +38,7 @@ from jax.experimental import topologies
 from pallas_kernels import (
   aot_listing,
   dequantize,
+  fold,
   mosaic,
   permute,
   quantize,
@@ -110,7 +111,7 @@ def load_target(name: str) -> Target:
 def kernels(target: Target) -> list[mosaic.Variant]:
   """Every kernel in every tile choice that the library can select."""
   modules = (
-    *(quantize, dequantize, requantize, swiglu, permute),
+    *(quantize, dequantize, requantize, swiglu, permute, fold),
     *(hopper_grouped_matmul, hopper_grouped_wgrad),
     blackwell_grouped_wgrad,
   )

@@ -27,6 +27,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from pallas_kernels import (
+  fold,
   groups,
   mosaic,
   mxfp8,
@@ -79,6 +80,7 @@ def permute(
   x: MxArray,
   source: jax.Array,
   *,
+  folded: bool = False,
   slot_bytes: int = SLOT_BYTES,
   stages: int = STAGES,
   interpret: Any = False,
@@ -89,6 +91,8 @@ def permute(
     x: [n, K], 1x32 blocks along the row, linear scales; K a multiple of 128.
     source: [rows] int32 in -1..n-1, rows a multiple of 128; -1 gives zeros with
       scale byte 0.
+    folded: Fold the rows on the way (`fold.take`); their scales, all alike,
+      stay linear.
     slot_bytes: As in `take_rows`.
     stages: As in `take_rows`.
     interpret: As in `take_rows`.
@@ -99,6 +103,9 @@ def permute(
   permute_call.check_array(x)
   rows, width = source.shape[0], x.shape[1]
   permute_call.check_rows(rows, width)
+  if folded:
+    ring = dict(slot_bytes=slot_bytes, stages=stages)
+    return fold.take(x, source, **ring, interpret=interpret)
   data = take_rows(
     x.data, source, slot_bytes=slot_bytes, stages=stages, interpret=interpret
   )
@@ -188,6 +195,7 @@ def pack(
   row: jax.Array,
   weight: jax.Array,
   *,
+  folded: bool = False,
   slot_bytes: int = SLOT_BYTES,
   stages: int = STAGES,
   interpret: Any = False,
@@ -201,6 +209,7 @@ def pack(
     x: [T, K], 1x32 blocks along the row, linear scales; K a multiple of 128.
     row: [S] int32 in 0..T-1, the row of x that goes to each packed row.
     weight: [S] float32.
+    folded: Fold the rows on the way (`fold.take_wire`).
     slot_bytes: As in `take_rows`.
     stages: As in `take_rows`.
     interpret: As in `take_rows`.
@@ -216,6 +225,9 @@ def pack(
   permute_call.check_rows(tiles.TILE_ROWS, width)
   used = width + x.scale.shape[1] + permute_call.WEIGHT_BYTES
   stride = groups.round_up(used, permute_call.BULK)
+  if folded:
+    ring = dict(slot_bytes=slot_bytes, stages=stages)
+    return fold.take_wire(x, row, weight, stride, **ring, interpret=interpret)
   tail = [
     groups.take_rows(x.scale, row),
     lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.uint8),

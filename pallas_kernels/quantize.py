@@ -26,7 +26,7 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import mosaic, mxfp8, quantize_kernel, stream, tiles
+from pallas_kernels import fold, mosaic, mxfp8, quantize_kernel, stream, tiles
 
 MxArray = mxfp8.MxArray
 StreamTile = tiles.StreamTile
@@ -145,6 +145,7 @@ def quantize(
   dtype: Any = mxfp8.E4M3,
   layout: mxfp8.Layout = "linear",
   transposed: bool = False,
+  folded: bool = False,
   tile_rows: jax.Array | None = None,
   tile: StreamTile | None = None,
   interpret: Any = False,
@@ -159,6 +160,8 @@ def quantize(
     dtype: float8_e4m3fn or float8_e5m2.
     layout: "linear" or "blocked" scales.
     transposed: With axis -2: return x^T, blocks along its last axis.
+    folded: Fold the result, blocks along its last axis, in a second kernel
+      (`fold`): 2.03 bytes an element more.
     tile_rows: [R / 128] int32, the valid rows of each 128; the others count as
       zeros (`groups.GroupLayout.tile_rows`). For a matrix of aligned groups.
     tile: The schedule; None for the default.
@@ -178,6 +181,10 @@ def quantize(
       f"quantize kernel: blocks run along the last two axes; got {axis=}. "
       'Use backend="xla".'
     )
+  if folded and transposed:
+    fold.check((*x.shape[:-2], *x.shape[:-3:-1]), -1, block)
+  elif folded:
+    fold.check(x.shape, axis, block)
   common: dict[str, Any] = {
     "rounding": rounding,
     "dtype": dtype,
@@ -196,8 +203,12 @@ def quantize(
     scale = rows.scale[..., :: mxfp8.BLOCK, :]
     square = MxArray(rows.data, scale, axis=axis, block=block)
     return square.with_layout(layout)
-  direction = Direction(axis=axis, layout=layout, transposed=transposed)
-  return _run(x, (direction,), **common)[0]
+  scales = "linear" if folded else layout
+  direction = Direction(axis=axis, layout=scales, transposed=transposed)
+  (out,) = _run(x, (direction,), **common)
+  if folded:
+    out = fold.fold(out, layout, interpret=interpret)
+  return out
 
 
 def quantize_both(
@@ -207,6 +218,7 @@ def quantize_both(
   dtype: Any = mxfp8.E4M3,
   layouts: tuple[mxfp8.Layout, mxfp8.Layout] = ("blocked", "blocked"),
   transposed: bool = False,
+  folded: bool = False,
   tile_rows: jax.Array | None = None,
   tile: StreamTile | None = None,
   interpret: Any = False,
@@ -219,6 +231,7 @@ def quantize_both(
     dtype: As in `quantize`.
     layouts: Scale layouts of the rows and of the columns.
     transposed: Return the columns of x^T, contiguous along R.
+    folded: Fold the rows, not the columns, as in `quantize`.
     tile_rows: As in `quantize`.
     tile: As in `quantize`.
     interpret: As in `quantize`.
@@ -233,7 +246,7 @@ def quantize_both(
   for axis in (-1, -2):
     mxfp8.scale_shape(x.shape, axis, "1x32", "linear")
   directions = (
-    Direction(axis=-1, layout=layouts[0]),
+    Direction(axis=-1, layout="linear" if folded else layouts[0]),
     Direction(axis=-2, layout=layouts[1], transposed=transposed),
   )
   rows, columns = _run(
@@ -245,6 +258,8 @@ def quantize_both(
     tile=tile,
     interpret=interpret,
   )
+  if folded:
+    rows = fold.fold(rows, layouts[0], interpret=interpret)
   return rows, columns
 
 

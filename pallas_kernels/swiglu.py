@@ -34,6 +34,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import (
   activation,
+  fold,
   groups,
   mosaic,
   mxfp8,
@@ -163,6 +164,7 @@ def swiglu_quantize(
   save_pre: bool = False,
   rounding: mxfp8.Rounding = "rceil",
   dtype: Any = mxfp8.E4M3,
+  folded: bool = False,
   tile: SwigluTile | None = None,
   interpret: Any = False,
 ) -> Forward:
@@ -181,6 +183,7 @@ def swiglu_quantize(
     save_pre: Write pre in MXFP8 rows (bf16 pre only).
     rounding: One of `mxfp8.RULES`.
     dtype: float8_e4m3fn or float8_e5m2.
+    folded: Fold the rows in a second kernel (`fold`): 2.03 bytes more.
     tile: The schedule; None for the default.
     interpret: Interpret parameters; False compiles.
 
@@ -195,7 +198,7 @@ def swiglu_quantize(
   problem = _problem(
     pre,
     bias,
-    swiglu_problem.directions(rows, columns),
+    swiglu_problem.directions(rows and ("linear" if folded else rows), columns),
     backward=False,
     plain=plain,
     saved=save_pre,
@@ -209,7 +212,10 @@ def swiglu_quantize(
   if save_pre:
     data, scale = (x[0] for x in out["saved"])
     saved = MxArray(data, scale, layout="blocked")
-  return Forward(**_arrays(problem, out), plain=out.get("plain"), pre=saved)
+  made = _arrays(problem, out)
+  if folded and rows is not None:
+    made["rows"] = fold.fold(made["rows"], rows, interpret=interpret)
+  return Forward(**made, plain=out.get("plain"), pre=saved)
 
 
 def swiglu_backward_quantize(
@@ -225,6 +231,7 @@ def swiglu_backward_quantize(
   plain: bool = False,
   rounding: mxfp8.Rounding = "rceil",
   dtype: Any = mxfp8.E4M3,
+  folded: bool = False,
   tile: SwigluTile | None = None,
   interpret: Any = False,
 ) -> Backward:
@@ -242,6 +249,7 @@ def swiglu_backward_quantize(
     plain: Write dpre in bf16.
     rounding: As above.
     dtype: float8_e4m3fn or float8_e5m2.
+    folded: As above.
     tile: As above.
     interpret: As above.
 
@@ -253,7 +261,7 @@ def swiglu_backward_quantize(
   problem = _problem(
     pre,
     bias,
-    swiglu_problem.directions(rows, columns),
+    swiglu_problem.directions(rows and ("linear" if folded else rows), columns),
     backward=True,
     plain=plain,
     saved=False,
@@ -264,9 +272,10 @@ def swiglu_backward_quantize(
   )
   out = _run(problem, pre, dh, weight, layout, bias, interpret)
   dweight = jnp.sum(out["dweight"], axis=0)
-  return Backward(
-    **_arrays(problem, out), plain=out.get("plain"), dweight=dweight
-  )
+  made = _arrays(problem, out)
+  if folded and rows is not None:
+    made["rows"] = fold.fold(made["rows"], rows, interpret=interpret)
+  return Backward(**made, plain=out.get("plain"), dweight=dweight)
 
 
 def variants(target: str) -> list[mosaic.Variant]:

@@ -301,6 +301,16 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
       **common,
     ),
     Workload(
+      variant="arrays, folded", make=lambda: (arrays(), source()),
+      run=functools.partial(permute.permute, folded=True),
+      meaning=functools.partial(reference.take_rows, folded=True), **common,
+    ),
+    Workload(
+      variant="pack, folded", make=pack_make,
+      run=functools.partial(permute.pack, folded=True),
+      meaning=functools.partial(reference.pack, folded=True), **common,
+    ),
+    Workload(
       variant="bf16, then quantize both",
       make=lambda: (_normal(0, (rows, width)), source()),
       run=permute.gather_quantize, meaning=_taken_both, **common,

@@ -1,0 +1,149 @@
+"""Interpreted folding equals the reference to the bit, on every path."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+  fold,
+  groups,
+  mxfp8,
+  permute,
+  quantize,
+  reference,
+  swiglu,
+)
+
+TOKENS = 40
+
+
+def mx_rows(rows, width, dtype=mxfp8.E4M3):
+  """Every code but NaN; scales far apart, some rows with a NaN block."""
+  rng = np.random.default_rng(width)
+  code = rng.integers(0, 256, (rows, width)).astype(np.uint8)
+  nan = np.isnan(code.view(dtype).astype(np.float32))
+  code = np.where(nan, 0, code).astype(np.uint8)
+  spread = np.arange(rows)[:, None] % 45  # binades; all codes are 0 from 35 on
+  byte = 200 - rng.integers(0, spread + 1, (rows, width // mxfp8.BLOCK))
+  byte[::13, 0], byte[5] = 255, 0
+  return mxfp8.MxArray(
+    jnp.asarray(code.view(dtype)), jnp.asarray(byte, jnp.uint8)
+  )
+
+
+def same(got, want):
+  assert (got.axis, got.block, got.layout) == (
+    want.axis,
+    want.block,
+    want.layout,
+  )
+  assert got.folded == want.folded
+  np.testing.assert_array_equal(got.scale, want.scale)
+  np.testing.assert_array_equal(
+    np.asarray(got.data).view(np.uint8), np.asarray(want.data).view(np.uint8)
+  )
+
+
+@pytest.mark.parametrize(
+  ("width", "dtype"), [(128, mxfp8.E4M3), (1408, mxfp8.E5M2)]
+)
+def test_rows_in_order(interpreted, width, dtype):
+  x = mx_rows(TOKENS, width, dtype)
+  got = interpreted(lambda i: fold.fold(x, interpret=i))
+  same(got, reference.fold(x))
+
+
+@pytest.mark.parametrize(
+  ("width", "dtype"), [(256, mxfp8.E5M2), (1152, mxfp8.E4M3)]
+)
+def test_permute(interpreted, width, dtype):
+  x = mx_rows(TOKENS, width, dtype)
+  token = np.random.default_rng(2).integers(0, TOKENS, 128)
+  source = jnp.asarray(np.where(token % 4 == 0, -1, token), jnp.int32)
+  got = interpreted(
+    lambda i: permute.permute(
+      x, source, folded=True, slot_bytes=4 * width, stages=2, interpret=i
+    )
+  )
+  same(got, reference.take_rows(x, source, folded=True))
+
+
+@pytest.mark.parametrize("slots", [1, 36])
+def test_pack(interpreted, slots):
+  x = mx_rows(TOKENS, 128)
+  rng = np.random.default_rng(1)
+  row = jnp.asarray(rng.integers(0, TOKENS, slots), jnp.int32)
+  weight = jnp.asarray(rng.random(slots), jnp.float32)
+  got = interpreted(
+    lambda i: permute.pack(x, row, weight, folded=True, interpret=i)
+  )
+  np.testing.assert_array_equal(
+    got, reference.pack(x, row, weight, folded=True)
+  )
+
+
+def test_weights(interpreted):
+  w = jax.random.normal(jax.random.key(0), (2, 128, 128), jnp.bfloat16)
+  w = w * jnp.exp2(-jnp.arange(128.0)[:, None] // 12).astype(jnp.bfloat16)
+  options = dict(axis=-2, transposed=True, folded=True, rounding="even")
+  got = interpreted(lambda i: quantize.quantize(w, **options, interpret=i))
+  same(got, reference.quantize(w, **options))
+
+
+def test_both_directions_fold_the_rows_alone(interpreted):
+  x = jax.random.normal(jax.random.key(0), (128, 128), jnp.bfloat16)
+  x = x * jnp.exp2(-jnp.arange(128.0) // 12).astype(jnp.bfloat16)
+  got = interpreted(
+    lambda i: quantize.quantize_both(x, folded=True, interpret=i)
+  )
+  same(got[0], reference.quantize(x, layout="blocked", folded=True))
+  same(got[1], reference.quantize(x, -2, layout="blocked"))
+
+
+def test_swiglu(interpreted):
+  layout = groups.group_layout(jnp.array([100]), 128)
+  pre = jax.random.normal(jax.random.key(0), (128, 256), jnp.bfloat16)
+  pre = pre * jnp.exp2(-(jnp.arange(256.0) // 32 % 4)).astype(jnp.bfloat16)
+  weight, dh = jnp.linspace(0.1, 1, 128), pre[:, :128]
+  options = dict(rows="linear", columns=None, folded=True, plain=True)
+  parts = interpreted(
+    lambda i: (
+      swiglu.swiglu_quantize(pre, weight, layout, **options, interpret=i),
+      swiglu.swiglu_backward_quantize(
+        pre, dh, weight, layout, **options, interpret=i
+      ),
+    )
+  )
+  for part in parts:
+    same(part.rows, reference.quantize(part.plain, folded=True))
+
+
+def test_no_rows_are_asked_for(interpreted):
+  layout = groups.group_layout(jnp.array([100]), 128)
+  pre, weight = jnp.ones((128, 256), jnp.bfloat16), jnp.ones(128)
+  out = interpreted(
+    lambda i: swiglu.swiglu_quantize(
+      pre, weight, layout, rows=None, folded=True, interpret=i
+    )
+  )
+  assert out.rows is None
+  assert not out.columns.folded
+
+
+@pytest.mark.parametrize(
+  "refused",
+  [
+    lambda w: quantize.quantize(w, -2, folded=True),
+    lambda w: quantize.quantize(w, block="32x32", folded=True),
+    lambda w: quantize.quantize(w[:, :160], folded=True),
+    lambda w: fold.fold(reference.quantize(w, -2)),
+    lambda w: fold.fold(mxfp8.MxArray(
+      jnp.zeros((1, 2**17), mxfp8.E4M3), jnp.zeros((1, 2**12), jnp.uint8)
+    )),
+  ],
+)  # fmt: skip
+def test_refusals_name_a_way_out(refused):
+  w = jnp.zeros((128, 256), jnp.bfloat16)
+  with pytest.raises(NotImplementedError, match='backend="xla"'):
+    refused(w)
