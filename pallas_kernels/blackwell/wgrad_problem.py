@@ -91,46 +91,11 @@ class Problem:
 
   def tensor_memory(self) -> list[Any]:
     """The sums, and the columns of scales of lhs and rhs."""
-    tile, pair = self.tile, self.tile.ctas > 1
-
-    def scales(rows, columns):
-      return plgpu.TMEM(
-        (rows, columns),
-        SCALE,
-        layout=plgpu.TMEMLayout.SCALES_LAYOUT,
-        collective=pair,
-      )
-
-    of_128 = scales(128, 4 * tile.stages)
-    of_rhs = [scales(256, 4) for _ in range(tile.stages)]
-    sums = (LANES, tile.accumulator_columns)
-    return [
-      plgpu.TMEM(sums, jnp.float32, collective=pair),
-      of_128,
-      of_128 if tile.rhs == 128 else of_rhs,
-    ]
+    return tensor_memory(self.tile)
 
   def barriers(self, axis: str) -> list[Any]:
-    """full, empty, done, free and loaded.
-
-    Args:
-      axis: The cluster axis of a pair.
-    """
-    tile = self.tile
-    kept: dict[str, Any] = dict(
-      num_barriers=tile.accumulators, orders_tensor_core=True
-    )
-    if tile.ctas > 1:
-      free = plgpu.ClusterBarrier(collective_axes=(axis,), **kept)
-    else:
-      free = plgpu.Barrier(**kept)
-    return [
-      plgpu.Barrier(num_arrivals=4, num_barriers=tile.stages),
-      plgpu.Barrier(num_barriers=tile.stages, orders_tensor_core=True),
-      plgpu.Barrier(**kept),
-      free,
-      plgpu.Barrier(num_barriers=tile.buffers),
-    ]
+    """full, empty, done, free and loaded; ``axis``: the cluster axis."""
+    return barriers(self.tile, axis)
 
   def chunk_buffers(self) -> Any:
     """[buffers, 128, columns of a chunk]."""
@@ -141,3 +106,43 @@ class Problem:
     """[G, K, N]."""
     shape = (self.groups, self.depth, self.width)
     return jax.ShapeDtypeStruct(shape, self.out_dtype)
+
+
+def tensor_memory(tile: wgrad_tile.WgradTile) -> list[Any]:
+  """The sums, and the columns of scales of lhs and rhs."""
+  pair = tile.ctas > 1
+
+  def scales(rows, columns):
+    return plgpu.TMEM(
+      (rows, columns),
+      SCALE,
+      layout=plgpu.TMEMLayout.SCALES_LAYOUT,
+      collective=pair,
+    )
+
+  of_128 = scales(128, 4 * tile.stages)
+  of_rhs = [scales(256, 4) for _ in range(tile.stages)]
+  sums = (LANES, tile.accumulator_columns)
+  return [
+    plgpu.TMEM(sums, jnp.float32, collective=pair),
+    of_128,
+    of_128 if tile.rhs == 128 else of_rhs,
+  ]
+
+
+def barriers(tile: wgrad_tile.WgradTile, axis: str) -> list[Any]:
+  """full, empty, done, free and loaded; ``axis`` is the cluster axis."""
+  kept: dict[str, Any] = dict(
+    num_barriers=tile.accumulators, orders_tensor_core=True
+  )
+  if tile.ctas > 1:
+    free = plgpu.ClusterBarrier(collective_axes=(axis,), **kept)
+  else:
+    free = plgpu.Barrier(**kept)
+  return [
+    plgpu.Barrier(num_arrivals=4, num_barriers=tile.stages),
+    plgpu.Barrier(num_barriers=tile.stages, orders_tensor_core=True),
+    plgpu.Barrier(**kept),
+    free,
+    plgpu.Barrier(num_barriers=tile.buffers),
+  ]
