@@ -212,6 +212,14 @@ def main(
       found += mine
     if same_shape[0].groups >= MANY_EXPERTS:
       grown += experts(same_shape[0], backend, compile_, asked)
+    if asked.json:
+      result = origin(arguments) | {
+        "backend": backend,
+        "skipped": skipped,
+        "experts": grown,
+        "cases": [dataclasses.asdict(case) for case in found],
+      }
+      asked.json.write_text(json.dumps(result, indent=2) + "\n")
   for name, reason in skipped.items():
     console.print(f"skipped {name}: {reason}", markup=False)
   for each in grown:
@@ -221,14 +229,6 @@ def main(
       f"the time of {few} (bar {EXPERTS_BAR})",
       markup=False,
     )
-  if asked.json:
-    result = origin(arguments) | {
-      "backend": backend,
-      "skipped": skipped,
-      "experts": grown,
-      "cases": [dataclasses.asdict(case) for case in found],
-    }
-    asked.json.write_text(json.dumps(result, indent=2) + "\n")
   wrong = [c for c in found if c.error is not None and not c.error < WRONG]
   for case in wrong:
     name = f"{case.problem.name} {case.problem.pattern} {case.way} {case.who}"

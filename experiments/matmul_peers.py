@@ -11,6 +11,7 @@ or does not take the problem, is skipped with the reason.
 """
 
 from collections.abc import Callable, Sequence
+import concurrent.futures
 import functools
 import importlib
 from typing import Any
@@ -172,20 +173,27 @@ def calls(
   problem: Problem, data: dict[str, jax.Array], names: Sequence[str]
 ) -> tuple[list[Call], dict[str, str]]:
   """The peers' calls, each tried once, and why others are skipped."""
-  found, skipped = [], {}
+  found, skipped, offered = [], {}, []
   for name in names:
     try:
-      offered = PEERS[name](problem, data)
+      offered += PEERS[name](problem, data)
     except REFUSALS as reason:
       skipped[name] = _short(reason)
-      continue
-    for call in offered:
-      try:
-        wait(call.run())
-      except REFUSALS as reason:
-        skipped[f"{call.who} {call.way}"] = _short(reason)
-      else:
-        found.append(call)
+
+  def attempt(call: Call) -> str | None:
+    try:
+      wait(call.run())
+    except REFUSALS as reason:
+      return _short(reason)
+    return None
+
+  with concurrent.futures.ThreadPoolExecutor(matmul_ways.THREADS) as pool:
+    reasons = list(pool.map(attempt, offered))
+  for call, reason in zip(offered, reasons, strict=True):
+    if reason is None:
+      found.append(call)
+    else:
+      skipped[f"{call.who} {call.way}"] = reason
   return found, skipped
 
 

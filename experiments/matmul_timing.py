@@ -76,19 +76,16 @@ class Case:
 
 
 class Compiler:
-  """Compiles each function once for a key; several at a time."""
+  """Compiles each function once for a key; several threads may call it."""
 
   def __init__(self):
-    self._pool = concurrent.futures.ThreadPoolExecutor(8)
-    self._found: dict[Any, concurrent.futures.Future] = {}
+    self._found: dict[Any, Callable[..., Any]] = {}
 
   def __call__(self, key: Any, function: Callable[..., Any], *arguments: Any):
-    """The compiled function, which compiles when it is called first."""
+    """The compiled function."""
     if key not in self._found:
-      lowered = jax.jit(function).lower(*arguments)
-      self._found[key] = self._pool.submit(lowered.compile)
-    future = self._found[key]
-    return lambda *a: future.result()(*a)
+      self._found[key] = jax.jit(function).lower(*arguments).compile()
+    return self._found[key]
 
 
 def read_smi(text: str) -> tuple[float | None, float | None]:
@@ -144,7 +141,8 @@ def measure(
   problem: Problem, calls: Sequence[Call], samples: int, seconds: float
 ) -> list[Case]:
   """Checks and times calls; without ``seconds`` only in turn."""
-  errors = [call.error and call.error(call.run()) for call in calls]
+  with concurrent.futures.ThreadPoolExecutor(matmul_ways.THREADS) as pool:
+    errors = list(pool.map(lambda c: c.error and c.error(c.run()), calls))
   times = timing.measure_in_turn(
     [call.run for call in calls], wait=matmul_peers.wait, samples=samples
   )

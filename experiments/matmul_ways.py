@@ -10,6 +10,7 @@ Rows of padding are zeros.
 """
 
 from collections.abc import Callable, Sequence
+import concurrent.futures
 import dataclasses
 import functools
 from typing import Any, Literal
@@ -29,6 +30,7 @@ Backend = Literal["mosaic", "xla"]
 WAYS = ("fprop", "dgrad", "wgrad")
 # "exact, w bf16": the weights have been dequantized before, once for all calls.
 PRECISIONS = ("bf16", "exact", "exact, w bf16", "folded")
+THREADS = 8  # that prepare operands: most of it is compiling
 SAMPLE = 24  # rows and columns that `error` looks at
 
 
@@ -178,8 +180,9 @@ def error(
   """
   rng = np.random.default_rng(1)
 
-  def some(n: int) -> np.ndarray:
-    return np.unique([0, n - 1, *rng.integers(0, n, SAMPLE)])
+  def some(n: int) -> np.ndarray:  # as many for every pattern
+    inner = rng.permutation(np.arange(1, n - 1))[: SAMPLE - 2]
+    return np.unique([0, n - 1, *inner])
 
   valid = np.flatnonzero(np.asarray(layout.row_valid()))
   if not valid.size:
@@ -228,12 +231,14 @@ def calls(
   Returns:
     The calls, and for each that does not exist the reason.
   """
-  found, skipped, layout = [], {}, problem.layout()
   kinds = [(w, p, {}) for w in WAYS for p in precisions]
   # Peers round a weight gradient to bf16 and write half as much.
   if "bf16" in precisions:
     kinds.append(("wgrad", "bf16", {"out_dtype": jnp.bfloat16}))
-  for way, precision, more in kinds:
+  layout = problem.layout()
+
+  def prepare(kind: tuple[str, str, dict[str, Any]]) -> Call | str:
+    way, precision, more = kind
     label = f"{way} to bf16" if more else way
     try:
       lhs, rhs, options = operands(way, precision, data, backend)
@@ -242,14 +247,18 @@ def calls(
       key = (problem.shape, label, precision)
       run = compile_(key, function, lhs, rhs, layout)
     except NotImplementedError as reason:
-      skipped[f"{precision} {label}"] = str(reason)
-      continue
-    found.append(
-      Call(
-        who=precision,
-        way=label,
-        run=functools.partial(run, lhs, rhs, layout),
-        error=functools.partial(error, lhs, rhs, layout, options),
-      )
+      return str(reason)
+    return Call(
+      who=precision,
+      way=label,
+      run=functools.partial(run, lhs, rhs, layout),
+      error=functools.partial(error, lhs, rhs, layout, options),
     )
-  return found, skipped
+
+  with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+    made = list(pool.map(prepare, kinds))
+  named = [
+    (f"{p} {w}", call) for (w, p, _), call in zip(kinds, made, strict=True)
+  ]
+  skipped = {name: call for name, call in named if isinstance(call, str)}
+  return [call for call in made if isinstance(call, Call)], skipped

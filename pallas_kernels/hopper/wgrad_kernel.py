@@ -196,18 +196,12 @@ def multiply(ring, operands, tile, consumer, problem: Problem) -> jax.Array:
         lhs = lhs.at[:, pl.ds(consumer * part, part)]
       plgpu.wgmma(accumulator, lhs.transpose((1, 0)), rhs_smem.at[slot])
       plgpu.wgmma_wait(1)
-
-      @pl.when(k > 0)
-      def _():
-        ring.release(step - 1)
+      pl.when(k > 0)(lambda: ring.release(step - 1))
 
     lax.fori_loop(0, tile.steps, body, None)
     plgpu.wgmma_wait(0)
-
-    @pl.when(tile.steps > 0)
-    def _():
-      ring.release(tile.before + tile.steps - 1)
-
+    last = tile.before + tile.steps - 1
+    pl.when(tile.steps > 0)(lambda: ring.release(last))
     return accumulator[...]
 
   shape = (part, problem.tile.rhs)
