@@ -208,6 +208,15 @@ def store_rows(
   plgpu.wait_load_tmem()
 
 
+def pass_over(
+  memory: Memory, tile: Tile, member: jax.Array, problem: Problem
+) -> None:
+  """Gives up the sums of rows that are not the group's; touches no buffer."""
+  del member
+  _, turn = wgrad_shared.accumulator(memory, tile.turn, problem)
+  plgpu.barrier_arrive(memory.free.at[turn])
+
+
 def store_tiles(memory: Memory, problem: Problem) -> None:
   """The store role: a warpgroup of every CTA."""
   member = lax.axis_index(PAIR)
@@ -218,10 +227,11 @@ def store_tiles(memory: Memory, problem: Problem) -> None:
     pl.when(member > 0)(
       lambda: wgrad_shared.previous_turn(memory, tile.turn, problem)
     )
-    mine = member < tile.valid
-    pl.when(mine)(lambda: store_rows(memory, tile, member, problem))
-    pl.when(jnp.logical_not(mine))(
-      lambda: plgpu.barrier_arrive(memory.free.at[turn])
+    pl.when(member < tile.valid)(
+      lambda: store_rows(memory, tile, member, problem)
+    )
+    pl.when(member >= tile.valid)(
+      lambda: pass_over(memory, tile, member, problem)
     )
 
   turns = each_tile(store_tile, memory.schedule, problem)
