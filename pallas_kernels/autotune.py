@@ -85,9 +85,12 @@ def swiglu_tiles(streams: int, others: int) -> list[SwigluTile]:
     others: fp8 tiles besides, a bf16 one counted twice.
   """
   found = []
-  for stages, ctas, warpgroups in itertools.product((3, 2, 1), (1, 2), (2, 1)):
+  for stages, ctas, warpgroups in itertools.product(
+    (3, 2, 1), (1, 2), (4, 2, 1)
+  ):
     smem = tiles.TILE_ROWS**2 * (2 * streams * stages + others)
-    if ctas * (smem + SCALE_BYTES) <= SMEM_BYTES:
+    fits = ctas * (smem + SCALE_BYTES) <= SMEM_BYTES
+    if fits and ctas * warpgroups <= MAX_WARPGROUPS:
       tile = SwigluTile(stages=stages, ctas_per_sm=ctas, warpgroups=warpgroups)
       found.append(tile)
   return found

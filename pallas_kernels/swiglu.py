@@ -13,10 +13,10 @@ write [gate | up] in MXFP8 rows, for the backward to read. Rows that belong to
 no group come out 0. What is computed is `reference.swiglu` and
 `reference.swiglu_backward`, then `reference.quantize`.
 
-Schedule (`swiglu_kernel`, `stream`). Tiles of 128 rows x 128 columns of F. A
-CTA of two warpgroups fills an SM and loads one tile ahead; bf16 results take
-the place of the pre-activations in shared memory, and are quantized from there
-into staging tiles that TMA stores. dweight is summed within a tile; the sums of
+Schedule (`swiglu_kernel`, `stream`). Tiles of 128 rows x 128 columns of F. Four
+warpgroups fill an SM: in two CTAs that take turns at memory, or in one that
+loads a tile ahead. bf16 results take the place of the pre-activations in shared
+memory, and are quantized from there into staging tiles that TMA stores. dweight is summed within a tile; the sums of
 a row's tiles are added in a fixed order afterwards.
 
 Runs on Hopper and Blackwell from one source; bound by memory bandwidth. Bytes

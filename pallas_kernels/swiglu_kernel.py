@@ -1,15 +1,16 @@
 """The SwiGLU kernels' body: what one CTA does with a tile of 128 x 128.
 
     wait gate, up (, dh)   rows of [gate | up] in MXFP8, if wanted     | meet
-    compute a window, in place: gate <- h, or gate, up <- dgate, dup
+    compute columns, in place: gate <- h, or gate, up <- dgate, dup
     zero padding rows | fence                                          | meet
-    load the next dh | passes over h, or dgate and dup | stores        | meet
-    refill the ring slot
+    load the next up or dh | passes over h, or dgate and dup | stores  | meet
+    load the next gate (and up)
 
-A CTA has one or two warpgroups. With two, each computes one window of 64
-columns; then one takes the rows and the other the columns of h (forward), or
-one takes dgate and the other dup (backward). `meet` is a barrier of both.
-Pre-activations in MXFP8 are not overwritten: results go to work tiles.
+A CTA has one, two or four warpgroups. Each computes an equal share of the
+columns, in a loop over parts of 16: unrolled it needs twice the registers, and
+half as many warps fit. Then the passes, two (forward) or four, are dealt out to
+the warpgroups. `meet` is a barrier of all. Pre-activations in MXFP8 are not
+overwritten: results go to work tiles.
 
 `swiglu` holds the entry points and says what is computed; `swiglu_tile` has the
 arithmetic, `tile_quantize` the passes, `stream` walks the tiles.
@@ -43,8 +44,6 @@ Problem = swiglu_problem.Problem
 
 ROWS = swiglu_problem.ROWS
 CHUNK = swiglu_problem.CHUNK
-WINDOW = swiglu_problem.WINDOW
-WINDOWS = swiglu_problem.WINDOWS
 PART = swiglu_tile.PART
 
 
@@ -77,18 +76,13 @@ class Cta:
       plgpu.barrier_wait(self.refs.met)
 
 
-def _window(window: int) -> tuple[slice, Any]:
-  return slice(None), pl.ds(window * WINDOW, WINDOW)
-
-
-def load_gate_up(cta: Cta, position, slot) -> None:
-  """Starts the loads of a tile's [gate | up]."""
+def load_pre(cta: Cta, half: int, position, slot) -> None:
+  """Starts the load of a tile of gate (half 0) or up (1)."""
   row, column = position
-  rows = pl.ds(row * ROWS, ROWS)
-  for half, smem in enumerate((cta.refs.gate_smem, cta.refs.up_smem)):
-    start = half * cta.problem.width + column * CHUNK
-    source = cta.refs.pre.at[rows, pl.ds(start, CHUNK)]
-    plgpu.copy_gmem_to_smem(source, smem.at[slot], cta.refs.full.at[slot])
+  start = half * cta.problem.width + column * CHUNK
+  source = cta.refs.pre.at[pl.ds(row * ROWS, ROWS), pl.ds(start, CHUNK)]
+  smem = (cta.refs.gate_smem, cta.refs.up_smem)[half]
+  plgpu.copy_gmem_to_smem(source, smem.at[slot], cta.refs.full.at[slot])
 
 
 def load_dh(cta: Cta, position) -> None:
@@ -98,23 +92,21 @@ def load_dh(cta: Cta, position) -> None:
   plgpu.copy_gmem_to_smem(source, cta.refs.dh_smem, cta.refs.dh_full)
 
 
-def load_next_dh(cta: Cta, position) -> None:
-  """`load_dh` of this CTA's next tile, if there is one."""
+def load_later(cta: Cta, tile, load: Callable) -> None:
+  """Calls ``load`` with the position of a tile, if there is one."""
   down, across = cta.problem.grid
-  tile = position[0] * across + position[1] + cta.ctas
-  following = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
-  pl.when(tile < down * across)(lambda: load_dh(cta, following))
+  position = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
+  pl.when(tile < down * across)(lambda: load(position))
 
 
-def load_window(tile_smem, window: int) -> list[jax.Array]:
-  """The parts of 16 columns of a window; fp8 as it is."""
-  layout = swiglu_tile.layout()
-  if tile_smem.dtype == jnp.bfloat16:
-    value, start = plgpu.load(tile_smem.at[_window(window)], layout=layout), 0
-  else:  # 64 columns are half of a swizzled row
-    value, start = plgpu.load(tile_smem, layout=layout), window * WINDOW
-  starts = range(start, start + WINDOW, PART)
-  return [value[:, s : s + PART] for s in starts]
+def refill_early(cta: Cta, position, slot) -> None:
+  """Loads over what is dead once a tile is computed: dh, or else up."""
+  tile = position[0] * cta.problem.grid[1] + position[1]
+  if cta.problem.backward:
+    load_later(cta, tile + cta.ctas, functools.partial(load_dh, cta))
+  else:
+    tile = tile + cta.ctas * cta.problem.tile.stages
+    load_later(cta, tile, lambda at: load_pre(cta, 1, at, slot))
 
 
 def pre_activation(
@@ -147,52 +139,60 @@ def pre_activation(
   return value + swiglu_tile.per_column(bias)
 
 
-def compute_window(cta: Cta, position, slot, window: int, results, ahead):
-  """Computes 64 columns of h, or of dgate, dup and dweight."""
-  problem, refs = cta.problem, cta.refs
+def compute_parts(cta: Cta, position, slot, results, ahead, mine: int) -> None:
+  """Computes a warpgroup's columns of h, or of dgate, dup and dweight.
+
+  A loop over parts, so that no more than one of them is in registers.
+  """
+  problem, refs, interpret = cta.problem, cta.refs, cta.interpret
   weight, valid, group, scale_words = ahead
-  loaded = [
-    load_window(smem.at[slot], window)
-    for smem in (refs.gate_smem, refs.up_smem)
-  ]
-  if problem.backward:
-    loaded.append(load_window(refs.dh_smem, window))
-  values, sums = [], []
-  for i, (gate, up, *dh) in enumerate(zip(*loaded, strict=True)):
-    start = window * WINDOW + i * PART
+  count = CHUNK // PART // problem.tile.warpgroups
+  sources = [refs.gate_smem.at[slot], refs.up_smem.at[slot]]
+
+  def compute(part, dweight):
+    start = part * PART
     gate, up = (
-      pre_activation(cta, raw, half, position[1], start, group, scale_words)
-      for half, raw in enumerate((gate, up))
-    )
+      pre_activation(
+        cta, swiglu_tile.load_part(smem, start, interpret), half, position[1],
+        start, group, scale_words,
+      )
+      for half, smem in enumerate(sources)
+    )  # fmt: skip
     if problem.backward:
-      (dh,) = dh
-      *value, dweight = swiglu_tile.differentiate(
+      dh = swiglu_tile.load_part(refs.dh_smem, start, interpret)
+      *value, more = swiglu_tile.differentiate(
         gate, up, dh.astype(jnp.float32), weight, problem.form
       )
-      sums.append(dweight)
+      dweight = dweight + more
     else:
       value = [swiglu_tile.activate(gate, up, weight, problem.form)]
-    values.append(value)
-  for tile_smem, parts in zip(results, zip(*values, strict=True), strict=True):
-    tile_smem[_window(window)] = lax.concatenate(list(parts), 1)
+    for tile_smem, x in zip(results, value, strict=True):
+      swiglu_tile.store_part(tile_smem, start, x, interpret)
+    return dweight
+
+  def clear(part, _):
+    inside = swiglu_tile.per_row(swiglu_tile.row_index()) < valid
+    for tile_smem in results:
+      x = swiglu_tile.load_part(tile_smem, part * PART, interpret)
+      x = jnp.where(inside, x, jnp.zeros_like(x))
+      swiglu_tile.store_part(tile_smem, part * PART, x, interpret)
+
+  loop = functools.partial(lax.fori_loop, mine * count, (mine + 1) * count)
+  none = jnp.zeros((ROWS,), jnp.float32)
+  none = plgpu.layout_cast(none, swiglu_tile.layout().reduce(1))
+  dweight = loop(compute, none)
   if problem.backward:
-    store_dweight(cta, position, window, sum(sums[1:], sums[0]), valid)
-  pl.when(valid < ROWS)(functools.partial(mask_window, results, window, valid))
+    store_dweight(cta, position, mine, dweight, valid)
+  pl.when(valid < ROWS)(lambda: loop(clear, None))
 
 
-def store_dweight(cta: Cta, position, window: int, dweight, valid) -> None:
-  """Stores a window's share of the gradient of the row weights."""
+def store_dweight(cta: Cta, position, mine: int, dweight, valid) -> None:
+  """Stores a warpgroup's share of the gradient of the row weights."""
   row, column = position
   inside = swiglu_tile.row_index() < valid
   dweight = jnp.where(inside, dweight, jnp.zeros_like(dweight))
-  part = column * WINDOWS + window
+  part = column * cta.problem.tile.warpgroups + mine
   cta.refs.dweight[part, pl.ds(row * ROWS, ROWS)] = dweight
-
-
-def mask_window(results, window: int, valid) -> None:
-  """Zeroes the padding rows of a window."""
-  for tile_smem in results:
-    tile_quantize.mask_rows(tile_smem.at[_window(window)], valid)
 
 
 def quantize_tiles(cta: Cta, work, quantization) -> None:
@@ -219,18 +219,18 @@ def quantize_results(cta: Cta, position, results) -> None:
   """The passes of all warpgroups over h, or dgate and dup."""
   problem, refs = cta.problem, cta.refs
   quantization = problem.quantization()
-  shares: list[list] = [[], []]
-  staging = itertools.count(2 * problem.saved)
+  shares: list[list] = [[] for _ in range(problem.tile.warpgroups)]
+  items = itertools.count()
   for i, tile_smem in enumerate(results):
     at = (0, position[0], position[1] + i * problem.grid[1])
     for j, direction in enumerate(problem.directions):
-      gmem = refs.quantized[2 * j : 2 * j + 2]
-      part = i if problem.backward else j
-      outputs = (*gmem, *cta.staging(next(staging)))
-      shares[part].append((tile_smem, at, direction, outputs))
-  for part, work in enumerate(shares):
+      gmem, item = refs.quantized[2 * j : 2 * j + 2], next(items)
+      outputs = (*gmem, *cta.staging(item + 2 * problem.saved))
+      mine = item % problem.tile.warpgroups
+      shares[mine].append((tile_smem, at, direction, outputs))
+  for mine, work in enumerate(shares):
     cta.by_warpgroup(
-      part, functools.partial(quantize_tiles, cta, work, quantization)
+      mine, functools.partial(quantize_tiles, cta, work, quantization)
     )
 
 
@@ -270,14 +270,13 @@ def process_tile(cta: Cta, position, slot, refill, ahead) -> None:
     plgpu.barrier_wait(refs.dh_full)
   if problem.saved:
     save_gate_up(cta, position, slot, ahead[1])
-  for window in range(WINDOWS):
+  for mine in range(problem.tile.warpgroups):
     compute = functools.partial(
-      compute_window, cta, position, slot, window, results, ahead
+      compute_parts, cta, position, slot, results, ahead, mine
     )
-    cta.by_warpgroup(window, compute)
+    cta.by_warpgroup(mine, compute)
   cta.meet()
-  if problem.backward:
-    cta.by_warpgroup(0, lambda: load_next_dh(cta, position))
+  cta.by_warpgroup(0, lambda: refill_early(cta, position, slot))
   quantize_results(cta, position, results)
   if problem.plain:
     cta.by_warpgroup(0, lambda: store_plain(cta, position, results))
@@ -317,14 +316,22 @@ def kernel(*gmem, problem: Problem, inputs, ctas: int, interpret: Any, **smem):
     group = refs.tile_group[row] if problem.biased else None
     return weight, refs.tile_rows[row], group, scale_words
 
-  def load(position, slot):
-    cta.by_warpgroup(0, lambda: load_gate_up(cta, position, slot))
+  halves = (0, 1) if problem.backward else (0,)
 
-  if problem.backward:
-    index = lax.axis_index(stream.AXIS)
-    across = jnp.int32(problem.grid[1])
-    first = lax.div(index, across), lax.rem(index, across)
-    cta.by_warpgroup(0, lambda: load_dh(cta, first))
+  def load(position, slot):
+    for half in halves:
+      cta.by_warpgroup(0, lambda h=half: load_pre(cta, h, position, slot))
+
+  def load_first():
+    tile = lax.axis_index(stream.AXIS)
+    if problem.backward:
+      load_later(cta, tile, functools.partial(load_dh, cta))
+      return
+    for slot in range(problem.tile.stages):
+      load_up = functools.partial(load_pre, cta, 1, slot=slot)
+      load_later(cta, tile + slot * ctas, load_up)
+
+  cta.by_warpgroup(0, load_first)
   stream.walk(
     problem.grid,
     ctas=ctas,

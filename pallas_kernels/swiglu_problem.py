@@ -26,8 +26,6 @@ Direction = quantize_kernel.Direction
 
 ROWS = tiles.TILE_ROWS
 CHUNK = tile_quantize.CHUNK
-WINDOW = 64  # columns: a 128-byte row of swizzled bf16
-WINDOWS = CHUNK // WINDOW
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,19 +34,20 @@ class SwigluTile:
 
   Attributes:
     stages: Ring slots of [gate | up], loads in flight included.
-    warpgroups: 1 or 2.
+    warpgroups: 1, 2 or 4: threads of four have at most 128 registers.
     ctas_per_sm: CTAs that share an SM.
   """
 
   stages: int = 2
-  warpgroups: int = 2
+  warpgroups: int = 4
   ctas_per_sm: int = 1
 
   def __post_init__(self):
-    if self.stages < 1 or self.ctas_per_sm < 1 or self.warpgroups not in (1, 2):
+    least = min(self.stages, self.ctas_per_sm)
+    if least < 1 or self.warpgroups not in (1, 2, 4):
       raise ValueError(
-        "SwigluTile: stages and ctas_per_sm must be at least 1, warpgroups 1 "
-        f"or 2; got {self}."
+        "SwigluTile: stages and ctas_per_sm must be at least 1, warpgroups 1, "
+        f"2 or 4; got {self}."
       )
 
   @property
@@ -57,8 +56,8 @@ class SwigluTile:
     return f"s{self.stages} w{self.warpgroups} c{self.ctas_per_sm}"
 
 
-FORWARD_TILE = SwigluTile(stages=3)
-BACKWARD_TILE = SwigluTile(stages=2)
+FORWARD_TILE = SwigluTile(stages=1, warpgroups=2, ctas_per_sm=2)
+FULL_TILE = SwigluTile(stages=2, warpgroups=4)  # shared memory has no more
 
 
 def forward_tile(width: int, more: bool) -> SwigluTile:
@@ -72,13 +71,13 @@ def forward_tile(width: int, more: bool) -> SwigluTile:
   found = tiles.tuned("swiglu", mosaic.device_kind(), case, width)
   if found is not None:
     return SwigluTile(**found)
-  return SwigluTile(stages=2) if more else FORWARD_TILE
+  return FULL_TILE if more else FORWARD_TILE
 
 
 def backward_tile(width: int) -> SwigluTile:
   """The backward's tile; see `forward_tile`."""
   found = tiles.tuned("swiglu", mosaic.device_kind(), "backward", width)
-  return BACKWARD_TILE if found is None else SwigluTile(**found)
+  return FULL_TILE if found is None else SwigluTile(**found)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +155,7 @@ class Problem:
     if self.saved:
       out["saved"] = self.saving().outputs()
     if self.backward:
-      partials = WINDOWS * self.grid[1]
+      partials = self.tile.warpgroups * self.grid[1]
       out["dweight"] = shape((partials, self.rows), jnp.float32)
     return out
 

@@ -16,19 +16,123 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
 import jax.numpy as jnp
 
 from pallas_kernels import activation, mosaic
 
 ROWS = mosaic.ATOM
-PART = 16  # columns: few enough that all numbers fit in registers
+PART = 16  # columns: few enough that four warps share a scheduler's registers
+VECTOR = 8  # columns of one access to shared memory
+LINES = 8  # rows of a swizzled tile
 SHAPE = (ROWS, PART)
 
 
 def layout() -> Any:
   """Register layout of a part."""
   return mosaic.row_layout(jnp.bfloat16)
+
+
+def _register_places(value, start, size: int):
+  """Where in a swizzled tile the registers of a part are, for this thread.
+
+  A row of a swizzled tile is 128 bytes, in chunks of 16 whose place is their
+  number XOR the row modulo 8.
+
+  Args:
+    value: [128, 16] in `layout`.
+    start: [128] in its rows' layout, the first column of the part.
+    size: Bytes of an element.
+  """
+  index, span = ir.IndexType.get(), mosaic.SWIZZLE // size
+
+  def number(n):
+    return arith.constant(index, n)
+
+  (first,) = start.registers.flat
+  if isinstance(first.type, ir.VectorType):
+    first = vector.extract(first, [], [0])
+  first = arith.index_cast(index, first)
+  per_chunk = number(16 // size)
+  for row, column in value.layout.thread_idxs(value.shape):
+    column = arith.addi(first, column)
+    line, inside = (
+      arith.remui(row, number(LINES)), arith.remui(column, number(span))
+    )
+    chunk = arith.xori(arith.divui(inside, per_chunk), line)
+    offset = arith.addi(
+      arith.muli(chunk, per_chunk), arith.remui(inside, per_chunk)
+    )
+    tile = arith.divui(row, number(LINES)), arith.divui(column, number(span))
+    yield [*tile, line, offset]
+
+
+def _start_of(start: jax.Array) -> jax.Array:
+  """A scalar as an argument of inline code."""
+  start = lax.broadcast_in_dim(jnp.int32(start), (ROWS,), ())
+  return plgpu.layout_cast(start, layout().reduce(1))
+
+
+def load_part(tile: Any, start: jax.Array, interpret: Any) -> jax.Array:
+  """Columns [start, start + 16) of a tile, any of them: start may be dynamic.
+
+  Args:
+    tile: [128, 128] bf16 or fp8 ref, swizzled in 128 bytes.
+    start: int32, a multiple of 16.
+    interpret: Whether the kernel is interpreted: inline code is not.
+
+  Returns:
+    [128, 16] of the dtype of ``tile`` in `layout`.
+  """
+  if interpret:
+    return tile[:, pl.ds(start, PART)]
+  size = jnp.dtype(tile.dtype).itemsize
+  transforms = mosaic.swizzle_transforms(tile.dtype, ROWS)
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(transforms), layout().reduce(1)),
+    return_type=plgpu.ShapeDtypeStruct(SHAPE, tile.dtype, layout=layout()),
+  )
+  def load(_, ref, start):
+    element = ir.MemRefType(ref.type).element_type
+    zero = arith.constant(element, ir.FloatAttr.get(element, 0.0))
+    value = mgpu.FragmentedArray.splat(zero, SHAPE, layout().to_mgpu())
+    kind, registers = ir.VectorType.get((VECTOR,), element), value.registers
+    registers = registers.copy()
+    for i, place in enumerate(_register_places(value, start, size)):
+      registers.flat[i] = vector.load(
+        kind, ref, place, alignment=VECTOR * size
+      )
+    return mgpu.FragmentedArray(
+      _registers=registers, _layout=value.layout, _is_signed=None
+    )
+
+  return load(tile, _start_of(start))  # pyright: ignore
+
+
+def store_part(
+  tile: Any, start: jax.Array, value: jax.Array, interpret: Any
+) -> None:
+  """The inverse of `load_part`: the same threads hold the same elements."""
+  if interpret:
+    tile[:, pl.ds(start, PART)] = value
+    return
+  size = jnp.dtype(tile.dtype).itemsize
+  transforms = mosaic.swizzle_transforms(tile.dtype, ROWS)
+
+  @plgpu.inline_mgpu(
+    arg_types=(plgpu.RefType(transforms), layout(), layout().reduce(1))
+  )
+  def store(_, ref, value, start):
+    places = _register_places(value, start, size)
+    for register, place in zip(value.registers.flat, places, strict=True):
+      vector.store(register, ref, place, alignment=VECTOR * size)
+
+  store(tile, value, _start_of(start))  # pyright: ignore
 
 
 def per_row(x: jax.Array) -> jax.Array:
