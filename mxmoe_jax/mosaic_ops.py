@@ -14,6 +14,8 @@ from pallas_kernels import dequantize as dequantize_kernel
 from pallas_kernels import groups, mxfp8, permute, reference, swiglu
 from pallas_kernels import quantize as quantize_kernel
 from pallas_kernels import requantize as requantize_kernel
+from pallas_kernels.blackwell import grouped_matmul as blackwell_matmul
+from pallas_kernels.blackwell import grouped_wgrad as blackwell_wgrad
 from pallas_kernels.hopper import grouped_matmul as hopper_matmul
 from pallas_kernels.hopper import grouped_wgrad as hopper_wgrad
 
@@ -94,7 +96,8 @@ def kernels(generation: Literal["hopper", "blackwell"]
   matmuls: dict[str, dict[str, Callable[..., Any]]] = {
       "hopper": dict(grouped_matmul=hopper_matmul.grouped_matmul,
                      grouped_wgrad=hopper_wgrad.grouped_wgrad),
-      "blackwell": dict()}
+      "blackwell": dict(grouped_matmul=blackwell_matmul.grouped_matmul,
+                        grouped_wgrad=blackwell_wgrad.grouped_wgrad)}
   return matmuls[generation] | dict(
       quantize=quantize, views=views, requantize=requantize,
       dequantize=dequantize, take_rows=take_rows, pack=pack,

@@ -45,6 +45,7 @@ from pallas_kernels import (
   requantize,
   swiglu,
 )
+from pallas_kernels.blackwell import grouped_matmul as blackwell_grouped_matmul
 from pallas_kernels.blackwell import grouped_wgrad as blackwell_grouped_wgrad
 from pallas_kernels.hopper import grouped_matmul as hopper_grouped_matmul
 from pallas_kernels.hopper import grouped_wgrad as hopper_grouped_wgrad
@@ -113,7 +114,7 @@ def kernels(target: Target) -> list[mosaic.Variant]:
   modules = (
     *(quantize, dequantize, requantize, swiglu, permute, fold),
     *(hopper_grouped_matmul, hopper_grouped_wgrad),
-    blackwell_grouped_wgrad,
+    *(blackwell_grouped_matmul, blackwell_grouped_wgrad),
   )
   return [v for module in modules for v in module.variants(target.name)]
 
