@@ -13,24 +13,24 @@ tiles are dealt round, so that no SM works longer than the others by more than
 one tile. A group without rows costs the store of its zeros.
 
 MXFP8 operands are dequantized to bf16 first, exactly but for what bf16 cannot
-hold (below 2^-133): Hopper's fp8 wgmma has neither block scales nor
-operands contiguous across the contracted axis. `grouped_matmul` is the forward.
+hold (below 2^-133): Hopper's fp8 wgmma has neither block scales nor operands
+that lie across the contracted axis; `wgrad_folded` does without them.
+`grouped_matmul` is the forward.
 """
 
-import functools
 from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import dequantize, groups, mosaic, mxfp8
-from pallas_kernels.hopper import common, wgrad_kernel, wgrad_tile
+from pallas_kernels.hopper import wgrad_call, wgrad_kernel, wgrad_tile
 
 MxArray = mxfp8.MxArray
 WgradTile = wgrad_tile.WgradTile
 
-STEP = wgrad_tile.STEP
+# What a result can be: its dtype, and whether the sums are added to something.
+RESULTS = ((jnp.bfloat16, False), (jnp.float32, False), (jnp.float32, True))
 
 
 def _refuse(what: str) -> NotImplementedError:
@@ -39,23 +39,20 @@ def _refuse(what: str) -> NotImplementedError:
   )
 
 
-def _check(lhs, rhs, layout, out_dtype, accumulate) -> None:
-  """Refuses what the kernel does not take.
+def check_result(
+  shape: tuple[int, int, int], out_dtype: Any, accumulate: jax.Array | None
+) -> None:
+  """Refuses results that the kernels do not write.
+
+  Args:
+    shape: G, K, N.
+    out_dtype: Of the result.
+    accumulate: What the sums are added to, or None.
 
   Raises:
     NotImplementedError: Another dtype, or a width that TMA tiles do not fit.
-    ValueError: Shapes that do not belong together.
+    ValueError: accumulate has another shape or dtype.
   """
-  shape = (layout.groups, lhs.shape[-1], rhs.shape[-1])
-  if (
-    lhs.ndim != 2
-    or rhs.ndim != 2
-    or {lhs.shape[0], rhs.shape[0]} != {layout.rows}
-  ):
-    raise ValueError(
-      f"grouped_wgrad: lhs and rhs must be [{layout.rows}, columns], the rows "
-      f"of the layout; got lhs{lhs.shape} and rhs{rhs.shape}."
-    )
   if accumulate is not None and (
     accumulate.shape != shape or accumulate.dtype != jnp.float32
   ):
@@ -67,6 +64,26 @@ def _check(lhs, rhs, layout, out_dtype, accumulate) -> None:
     raise _refuse(f"out_dtype must be float32 or bfloat16; got {out_dtype}")
   if accumulate is not None and out_dtype != jnp.float32:
     raise _refuse(f"it accumulates in float32; got out_dtype {out_dtype}")
+  if not all(shape) or shape[1] % 64 or shape[2] % 64:
+    raise _refuse(
+      "K and N must be positive multiples of 64 (tiles of 128 bytes, which "
+      f"wgmma reads across); got K={shape[1]}, N={shape[2]}"
+    )
+
+
+def _check(lhs, rhs, layout: groups.GroupLayout) -> None:
+  """Refuses operands that the kernel does not take.
+
+  Raises:
+    NotImplementedError: Another dtype.
+    ValueError: Shapes or blocks that do not belong together.
+  """
+  rows = layout.rows
+  if lhs.ndim != 2 or rhs.ndim != 2 or {lhs.shape[0], rhs.shape[0]} != {rows}:
+    raise ValueError(
+      f"grouped_wgrad: lhs and rhs must be [{rows}, columns], the rows of the "
+      f"layout; got lhs{lhs.shape} and rhs{rhs.shape}."
+    )
   for name, x in (("lhs", lhs), ("rhs", rhs)):
     mx = isinstance(x, MxArray)
     if mx and x.block != "32x32" and x.axis != -2:
@@ -76,28 +93,6 @@ def _check(lhs, rhs, layout, out_dtype, accumulate) -> None:
       )
     if not mx and x.dtype != jnp.bfloat16:
       raise _refuse(f"operands must be bf16 or MXFP8; got {name} {x.dtype}")
-  if not all(shape) or shape[1] % 64 or shape[2] % 64:
-    raise _refuse(
-      "K and N must be positive multiples of 64 (tiles of 128 bytes, which "
-      f"wgmma reads across); got K={shape[1]}, N={shape[2]}"
-    )
-
-
-def order_of_work(layout: groups.GroupLayout) -> jax.Array:
-  """[3, G] int32: groups by falling size, their first rows, their steps.
-
-  Sorted by counting, which XLA fuses to one small kernel.
-  """
-  steps = -(-layout.sizes // STEP)
-  group = jnp.arange(layout.groups, dtype=jnp.int32)
-  longer = steps[None, :] > steps[:, None]
-  equal = steps[None, :] == steps[:, None]
-  earlier = longer | (equal & (group[None, :] < group[:, None]))
-  place = jnp.sum(earlier, axis=1, dtype=jnp.int32)
-  chosen = place[None, :] == group[:, None]  # [place, group]
-  rows = jnp.stack([group, layout.starts, steps])
-  picked = jnp.where(chosen[None], rows[:, None, :], 0)
-  return jnp.sum(picked, axis=2, dtype=jnp.int32)
 
 
 def default_tile(depth: int, width: int) -> WgradTile:
@@ -144,7 +139,9 @@ def grouped_wgrad(
     NotImplementedError: The kernel does not take this width or dtype.
     ValueError: Shapes or block axes do not belong together.
   """
-  _check(lhs, rhs, layout, out_dtype, accumulate)
+  _check(lhs, rhs, layout)
+  shape = (layout.groups, lhs.shape[1], rhs.shape[1])
+  check_result(shape, out_dtype, accumulate)
   lhs, rhs = (
     dequantize.dequantize(x, interpret=interpret)
     if isinstance(x, MxArray)
@@ -157,20 +154,13 @@ def grouped_wgrad(
     width=rhs.shape[1],
     out_dtype=jnp.dtype(out_dtype),
     accumulate=accumulate is not None,
+    folded=False,
+    lhs_dtype=lhs.dtype,
+    rhs_dtype=rhs.dtype,
     tile=tile or default_tile(lhs.shape[1], rhs.shape[1]),
   )
-  ctas = min(problem.tiles, 1 if interpret else mosaic.sm_count())
-  call = plgpu.kernel(
-    functools.partial(wgrad_kernel.kernel, problem=problem),
-    out_type=jax.ShapeDtypeStruct(
-      (problem.groups, problem.depth, problem.width), problem.out_dtype
-    ),
-    scratch_types=problem.scratch(),
-    **common.launch(ctas),
-    interpret=interpret,
-  )
   more = () if accumulate is None else (accumulate,)
-  return call(order_of_work(layout), lhs, rhs, *more)
+  return wgrad_call.call(problem, layout, (lhs, rhs, *more), interpret)
 
 
 def variants(target: str) -> list[mosaic.Variant]:
@@ -184,11 +174,7 @@ def variants(target: str) -> list[mosaic.Variant]:
   return [
     _variant(out_dtype, accumulate, tile)
     for tile in wgrad_tile.FASTEST
-    for out_dtype, accumulate in (
-      (jnp.bfloat16, False),
-      (jnp.float32, False),
-      (jnp.float32, True),
-    )
+    for out_dtype, accumulate in RESULTS
   ]
 
 

@@ -1,12 +1,14 @@
 """The body of Hopper's grouped wgrad: what one CTA does with its tiles.
 
     loader     tile -> (group, columns of lhs, columns of rhs)
-               for each 64 rows of the group:  acquire | TMA lhs, TMA rhs
-    consumers  for each 64 rows:  await | wgmma | release the slot before
-               sums | plus what was there | slab to shared memory | TMA store
+               for each step of the group:  acquire | TMA lhs, TMA rhs
+    consumers  for each step:  await | wgmma | release the slot before
+               sums | times scales | plus what was there | slab | TMA store
 
-Both operands lie in shared memory as in global memory, rows of the group
-outermost, and wgmma reads them across: its 16-bit forms take either order.
+bf16 operands lie in shared memory as in global memory, rows of the group
+outermost, 64 a step, and wgmma reads them across: its 16-bit forms take either
+order. fp8 operands come transposed, 128 rows a step, because its 8-bit forms
+want the contracted axis innermost; they have one scale a column and group.
 
 Consumers that take tiles in turn have a set of ``full`` barriers each, because
 a barrier's phase is known only to a warpgroup that awaits every one of its
@@ -29,9 +31,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import mosaic
-from pallas_kernels.hopper import common, wgrad_tile
+from pallas_kernels.hopper import common, matmul_kernel, wgrad_tile
 
-STEP = wgrad_tile.STEP
 CONSUMERS = wgrad_tile.CONSUMERS
 SLAB_ROWS = wgrad_tile.UNIT
 
@@ -46,6 +47,9 @@ class Problem:
     width: N, columns of rhs.
     out_dtype: float32 or bf16.
     accumulate: Adds to what an array holds.
+    folded: Operands are transposed fp8, with scales; otherwise bf16.
+    lhs_dtype: Of lhs.
+    rhs_dtype: Of rhs.
     tile: The schedule.
   """
 
@@ -54,7 +58,15 @@ class Problem:
   width: int
   out_dtype: Any
   accumulate: bool
+  folded: bool
+  lhs_dtype: Any
+  rhs_dtype: Any
   tile: wgrad_tile.WgradTile
+
+  @property
+  def step(self) -> int:
+    """Rows of a step."""
+    return wgrad_tile.STEP_BYTES // jnp.dtype(self.lhs_dtype).itemsize
 
   @property
   def grid(self) -> tuple[int, int]:
@@ -73,16 +85,20 @@ class Problem:
 
   def scratch(self) -> list[Any]:
     """Barriers, the rings of lhs and rhs, and the slabs of the epilogue."""
-    tile = self.tile
-    span = common.span((self.depth, jnp.bfloat16), (self.width, jnp.bfloat16))
+    tile, span = self.tile, wgrad_tile.STEP_BYTES
     turns = CONSUMERS if tile.alternate else 1
     slabs = (CONSUMERS, tile.buffers, SLAB_ROWS, self.slab)
+
+    def ring(columns, dtype):
+      shape = (columns, self.step) if self.folded else (self.step, columns)
+      return common.operand((tile.stages, *shape), dtype, span)
+
     return [
       plgpu.Barrier(num_arrivals=2, num_barriers=turns * tile.stages),
       plgpu.Barrier(num_arrivals=CONSUMERS // turns, num_barriers=tile.stages),
       plgpu.Barrier(num_barriers=CONSUMERS * tile.buffers),
-      common.operand((tile.stages, STEP, tile.lhs), jnp.bfloat16, span),
-      common.operand((tile.stages, STEP, tile.rhs), jnp.bfloat16, span),
+      ring(tile.lhs, self.lhs_dtype),
+      ring(tile.rhs, self.rhs_dtype),
       mosaic.swizzled(slabs, self.out_dtype, self.width),
     ]
 
@@ -94,7 +110,7 @@ class Tile:
   Attributes:
     group: Its group.
     start: First row of the group.
-    steps: Steps of 64 rows of the group; 0 if it has none.
+    steps: Steps of the group; 0 if it has no rows.
     row: Tile along K.
     column: Tile along N.
     before: Steps of this CTA's tiles before.
@@ -160,12 +176,13 @@ def load_tiles(schedule, sources, ring, targets, problem: Problem):
   def load_step(k, _, tile):
     slot = ring.acquire(tile.before + k)
     barrier = full_barrier(ring, slot, tile.turn, problem)
-    rows = pl.ds(tile.start + k * STEP, STEP)
+    rows = pl.ds(tile.start + k * problem.step, problem.step)
     for source, target, size, index in zip(
       sources, targets, sizes, (tile.row, tile.column), strict=True
     ):
-      window = source.at[rows, pl.ds(index * size, size)]
-      plgpu.copy_gmem_to_smem(window, target.at[slot], barrier)
+      columns = pl.ds(index * size, size)
+      window = (columns, rows) if problem.folded else (rows, columns)
+      plgpu.copy_gmem_to_smem(source.at[window], target.at[slot], barrier)
 
   def load_tile(tile):
     step = functools.partial(load_step, tile=tile)
@@ -185,16 +202,19 @@ def multiply(ring, operands, tile, consumer, problem: Problem) -> jax.Array:
   """
   lhs_smem, rhs_smem = operands
   part = problem.tile.part
+  half = pl.ds(0 if problem.tile.alternate else consumer * part, part)
 
   def scope(accumulator):
     def body(k, _):
       step = tile.before + k
       slot = ring.slot(step)
       plgpu.barrier_wait(full_barrier(ring, slot, consumer, problem))
-      lhs = lhs_smem.at[slot]
-      if not problem.tile.alternate:
-        lhs = lhs.at[:, pl.ds(consumer * part, part)]
-      plgpu.wgmma(accumulator, lhs.transpose((1, 0)), rhs_smem.at[slot])
+      lhs, rhs = lhs_smem.at[slot], rhs_smem.at[slot]
+      if problem.folded:
+        lhs, rhs = lhs.at[half], rhs.transpose((1, 0))
+      else:
+        lhs = lhs.at[:, half].transpose((1, 0))
+      plgpu.wgmma(accumulator, lhs, rhs)
       plgpu.wgmma_wait(1)
       pl.when(k > 0)(lambda: ring.release(step - 1))
 
@@ -223,7 +243,9 @@ def fetch(i, window, slabs, arrays, loaded, problem: Problem) -> None:
     plgpu.copy_gmem_to_smem(source, slabs.at[buffer], loaded(buffer))
 
 
-def store(sums, window, slabs, arrays, loaded, problem: Problem) -> None:
+def store(
+  sums, window, slabs, arrays, loaded, problem: Problem, scales: Any
+) -> None:
   """Stores a consumer's sums, a slab at a time; the first are fetched.
 
   The fetch of a later slab waits for the store of an earlier one of the same
@@ -236,6 +258,7 @@ def store(sums, window, slabs, arrays, loaded, problem: Problem) -> None:
     arrays: What to add to, or None, and the result, in global memory.
     loaded: ``loaded(buffer)``: barrier of the slab that is added to.
     problem: What is computed.
+    scales: float32 [G, K] and [G, N], padded to tiles, or None.
   """
   accumulate, out = arrays
   buffers, width = problem.tile.buffers, problem.slab
@@ -246,6 +269,11 @@ def store(sums, window, slabs, arrays, loaded, problem: Problem) -> None:
     if i >= ago:
       plgpu.wait_smem_to_gmem(ago - 1, wait_read_only=True)
       fetch(i - ago + buffers, window, slabs, arrays, loaded, problem)
+    if scales is not None:
+      group, rows, columns = window(row, column)
+      value = matmul_kernel.rescale(
+        value, scales, (group, rows), (group, columns)
+      )
     if accumulate is not None:
       plgpu.barrier_wait(loaded(i % buffers))
       value += plgpu.load(slab, layout=plgpu.Layout.WGMMA)
@@ -256,7 +284,7 @@ def store(sums, window, slabs, arrays, loaded, problem: Problem) -> None:
 
 def multiply_tiles(schedule, refs, consumer, problem: Problem):
   """A consumer's role."""
-  ring, operands, slabs, arrays, loaded = refs
+  ring, operands, slabs, arrays, loaded, scales = refs
   part, buffers = problem.tile.part, problem.tile.buffers
 
   def multiply_tile(tile):
@@ -276,7 +304,8 @@ def multiply_tiles(schedule, refs, consumer, problem: Problem):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
     for i in range(buffers):
       fetch(i, *memory)
-    store(multiply(ring, operands, tile, consumer, problem), *memory)
+    sums = multiply(ring, operands, tile, consumer, problem)
+    store(sums, *memory, scales)
 
   def visit(tile):
     if problem.tile.alternate:
@@ -289,15 +318,20 @@ def multiply_tiles(schedule, refs, consumer, problem: Problem):
 
 
 def kernel(*refs, problem: Problem):
-  """The body: schedule, lhs, rhs, what to add to, the result, the scratch."""
+  """The body.
+
+  Refs: schedule, lhs, rhs, their scales if folded, what to add to if anything,
+  the result, the scratch.
+  """
   schedule, lhs, rhs, *refs = refs
+  scales = (refs.pop(0), refs.pop(0)) if problem.folded else None
   accumulate = refs.pop(0) if problem.accumulate else None
   out, full, empty, loaded, lhs_smem, rhs_smem, slabs = refs
   ring = common.Ring(stages=problem.tile.stages, full=full, empty=empty)
   operands = (lhs_smem, rhs_smem)
 
   def consume(consumer):
-    memory = (ring, operands, slabs, (accumulate, out), loaded)
+    memory = (ring, operands, slabs, (accumulate, out), loaded, scales)
     multiply_tiles(schedule, memory, consumer, problem)
 
   common.roles(

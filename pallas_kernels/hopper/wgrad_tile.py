@@ -2,7 +2,7 @@
 
 import dataclasses
 
-STEP = 64  # rows of a step: a wgmma contracts whole swizzled tiles of 64
+STEP_BYTES = 128  # of a column in a step: 64 rows of bf16, 128 of fp8
 UNIT = 64  # columns: rows of one wgmma, and a swizzled tile of bf16
 MAX_COLUMNS = 256  # columns of one wgmma
 CONSUMERS = 2  # warpgroups that multiply
@@ -72,7 +72,7 @@ class WgradTile:
   @property
   def smem_bytes(self) -> int:
     """Shared memory that the schedule needs."""
-    ring = self.stages * STEP * (self.lhs + self.rhs) * 2
+    ring = self.stages * STEP_BYTES * (self.lhs + self.rhs)
     slabs = CONSUMERS * self.buffers * UNIT * SLAB_BYTES
     return ring + slabs + BARRIER_BYTES
 
@@ -89,3 +89,5 @@ class WgradTile:
 # (32768, 32, 7168, 2048): taking turns is 3 to 16 % faster than halves of
 # 128x256, because the store of one tile hides behind the next one's multiply.
 FASTEST = (WgradTile(), WgradTile(lhs=128, rhs=192))
+# Scales and sums to add to need registers that tiles in turn do not leave.
+ROOMY = WgradTile(lhs=128, rhs=256, buffers=2, alternate=False)
