@@ -34,7 +34,7 @@ LOADER = CONSUMERS  # index of the warpgroup that loads
 PART = ROWS // CONSUMERS  # rows of a consumer, those of one wgmma
 AXIS = "sm"  # the grid axis
 WARPGROUP = "warpgroup"  # the thread axis
-SLAB = tile.SLAB
+CONVERTED_STAGES = 3  # in use by a wgmma, being converted, awaited
 LOADER_REGISTERS = 40
 # A multiple of 8, so that the three warpgroups fit the SM's 65536 registers.
 CONSUMER_REGISTERS = (512 - LOADER_REGISTERS) // CONSUMERS // 8 * 8
@@ -183,10 +183,12 @@ def multiply_converted(
 ) -> jax.Array:
   """`multiply` with an lhs that is converted in registers.
 
-  The lhs of a step is converted while the wgmma of the step before runs.
+  The lhs of a step is converted while the wgmma of the step before runs. The
+  wait for the load after that comes before the wait for the wgmma: it ends a
+  basic block, past which ptxas does not defer the conversion.
 
   Args:
-    ring: The slots.
+    ring: At least `CONVERTED_STAGES` slots.
     step: [] int32, steps before this tile.
     count: Steps of this tile, at least 1.
     convert: ``convert(slot)``: the lhs of a slot, 16 bits, in the layout
@@ -200,35 +202,44 @@ def multiply_converted(
   """
 
   def scope(accumulator):
-    def body(_, carry):
+    def advance(carry, ahead):
       step, lhs = carry
       issue(accumulator, lhs, ring.slot(step))
-      following = convert(ring.await_full(step + 1))
-      plgpu.wgmma_wait(0)
+      following = convert(ring.slot(step + 1))
+      if ahead:
+        ring.await_full(step + 2)
       fence_reads(interpret)
+      plgpu.wgmma_wait(0)
       ring.release(step)
       return step + 1, following
 
-    first = convert(ring.await_full(step))
-    last, lhs = lax.fori_loop(0, count - 1, body, (step, first))
+    carry = step, convert(ring.await_full(step))
+    if count > 1:
+      ring.await_full(step + 1)
+      carry = lax.fori_loop(
+        0, count - 2, lambda _, carry: advance(carry, True), carry
+      )
+      carry = advance(carry, False)
+    last, lhs = carry
     issue(accumulator, lhs, ring.slot(last))
-    plgpu.wgmma_wait(0)
     fence_reads(interpret)
+    plgpu.wgmma_wait(0)
     ring.release(last)
     return accumulator[...]
 
   return pl.run_scoped(scope, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def slab_buffers(dtype: Any, width: int, buffers: int) -> Any:
-  """Shared memory for `store`: ``buffers`` slabs for each consumer.
+def slab_buffers(tile_: tile.MatmulTile, dtype: Any, width: int) -> Any:
+  """Shared memory for `store`: the slabs of each consumer.
 
   Args:
+    tile_: Says how wide a slab is, and how many there are.
     dtype: Of the result.
     width: Row length of the result in global memory.
-    buffers: Slabs whose stores may be in flight.
   """
-  return mosaic.swizzled((CONSUMERS, buffers, PART, SLAB), dtype, width)
+  shape = (CONSUMERS, tile_.buffers, PART, tile_.slab)
+  return operand(shape, dtype, span((width, dtype)))
 
 
 def store(
@@ -236,24 +247,25 @@ def store(
   finish: Callable[[jax.Array, int], jax.Array],
   target: Callable[[int], Any],
   slabs: Any,
-  buffers: int,
+  tile_: tile.MatmulTile,
 ) -> None:
-  """Stores [64, columns] through shared memory, 64 columns at a time.
+  """Stores [64, columns] through shared memory, slab by slab.
 
   Stores past the end of the result are dropped by TMA. The caller waits for the
-  last ones with ``plgpu.wait_smem_to_gmem(0)`` before the kernel ends.
+  last ones with ``plgpu.wait_smem_to_gmem(0)`` before the kernel ends. Every
+  tile starts at the first buffer, so their number must divide the slabs.
 
   Args:
     accumulator: float32.
     finish: ``finish(slab, column)``: the slab in the dtype of the result.
     target: ``target(column)``: where a slab goes, in global memory.
-    slabs: This consumer's slabs, [buffers, 64, 64].
-    buffers: Number of slabs.
+    slabs: This consumer's slabs, [buffers, 64, slab].
+    tile_: The schedule.
   """
-  for i, column in enumerate(range(0, accumulator.shape[1], SLAB)):
-    slab = slabs.at[i % buffers]
-    rounded = finish(accumulator[:, column : column + SLAB], column)
-    plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+  for i, column in enumerate(range(0, tile_.columns, tile_.slab)):
+    slab = slabs.at[i % tile_.buffers]
+    rounded = finish(accumulator[:, column : column + tile_.slab], column)
+    plgpu.wait_smem_to_gmem(tile_.buffers - 1, wait_read_only=True)
     slab[...] = rounded
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(slab, target(column))

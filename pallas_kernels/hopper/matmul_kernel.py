@@ -65,6 +65,14 @@ class Problem:
   way: str
   tile: tile.MatmulTile
 
+  def __post_init__(self):
+    stages = common.CONVERTED_STAGES
+    if self.way == "converted" and self.tile.stages < stages:
+      raise ValueError(
+        f"grouped_matmul kernel: converting an MXFP8 lhs takes {stages} "
+        f"stages; got a tile with {self.tile.stages}."
+      )
+
   @property
   def step(self) -> int:
     """Elements that one step contracts."""
@@ -92,7 +100,7 @@ class Problem:
     rhs = (columns, self.step) if self.transposed else (self.step, columns)
     scratch = [
       *common.ring_barriers(stages, copies=3 if converted else 2),
-      common.slab_buffers(self.out_dtype, self.width, self.tile.buffers),
+      common.slab_buffers(self.tile, self.out_dtype, self.width),
       common.operand((stages, ROWS, self.step), self.lhs_dtype, lhs_span),
       common.operand((stages, *rhs), self.rhs_dtype, rhs_span),
     ]
@@ -222,7 +230,7 @@ def multiply_tiles(
     rows = pl.ds(row * ROWS + consumer * PART, PART)
 
     def window(at):
-      return pl.ds(column * columns + at, common.SLAB)
+      return pl.ds(column * columns + at, problem.tile.slab)
 
     def finish(slab, at):
       if problem.way == "folded":
@@ -235,7 +243,7 @@ def multiply_tiles(
       finish,
       lambda at: out.at[rows, window(at)],
       slabs.at[consumer],
-      problem.tile.buffers,
+      problem.tile,
     )
 
   each_tile(count, problem)(multiply_tile)

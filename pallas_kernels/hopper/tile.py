@@ -7,13 +7,14 @@ from pallas_kernels import tiles
 SMEM_BYTES = 232448  # shared memory that one CTA may use, CUDA guide 16.8
 BARRIER_BYTES = 1024  # barriers, generously
 ROWS = tiles.TILE_ROWS
-STEP_BYTES = 128  # of a row of an operand in one step: one swizzled tile
-SLAB = 64  # columns that the epilogue stores at a time
+STEP_BYTES = 128  # of a row of rhs in one step: one swizzled tile
+SLABS = (64, 32)  # widths of what the epilogue stores at a time
 MAX_STAGES = 8  # more hides no more latency
-COLUMNS = (256, 192, 128, 64)  # tile widths, the fastest first
-# Speed of a tile width relative to 256, measured for none but used to weigh the
-# columns that the last tile of a row wastes.
-SPEED = {256: 1.0, 192: 0.95, 128: 0.85, 64: 0.5}
+# Speed of a tile's columns relative to 256, measured on an H200 at N of 2880
+# and 1536; 64 is a guess. Converting lhs takes as long at any width, so narrow
+# tiles cost it more.
+SPEED = {256: 1.0, 192: 0.96, 128: 0.84, 64: 0.5}
+CONVERTED_SPEED = {256: 1.0, 192: 0.87, 128: 0.7, 64: 0.4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,9 @@ class MatmulTile:
   Attributes:
     columns: Columns of an output tile.
     stages: Steps that the ring holds, loads in flight included.
-    buffers: Slabs of 64 columns whose stores may be in flight.
+    slab: Columns that the epilogue stores at a time.
+    buffers: Slabs of each consumer whose stores may be in flight; divides the
+      slabs of a tile.
     band: Tiles of a band: within it neighbours in time share operands in L2.
     along: Axis that a band lies across: 1 walks all rows for a few columns, 0
       walks all columns for a few rows.
@@ -31,28 +34,35 @@ class MatmulTile:
 
   columns: int = 256
   stages: int = 4
+  slab: int = 64
   buffers: int = 2
   band: int = 8
   along: int = 0
 
   def __post_init__(self):
-    if self.columns not in COLUMNS:
+    if self.columns not in SPEED or self.slab not in SLABS:
       raise ValueError(
-        f"MatmulTile: columns must be one of {COLUMNS}; got {self.columns}."
+        f"MatmulTile: columns must be one of {tuple(SPEED)} and slab one of "
+        f"{SLABS}; got {self.columns} and {self.slab}."
       )
-    if self.stages < 2 or self.buffers < 1 or self.band < 1:
+    if self.buffers < 1 or self.columns // self.slab % self.buffers:
       raise ValueError(
-        "MatmulTile: needs at least 2 stages, 1 buffer and a band of 1; got "
-        f"stages={self.stages}, buffers={self.buffers}, band={self.band}."
+        "MatmulTile: buffers must divide the slabs of a tile, "
+        f"{self.columns // self.slab}; got {self.buffers}."
+      )
+    if self.stages < 2 or self.band < 1:
+      raise ValueError(
+        "MatmulTile: needs at least 2 stages and a band of 1; got "
+        f"stages={self.stages}, band={self.band}."
       )
     if self.along not in (0, 1):
       raise ValueError(f"MatmulTile: along must be 0 or 1; got {self.along}.")
 
   @property
   def name(self) -> str:
-    """A short name, e.g. ``128x256 s4 b2 n8/1``."""
+    """A short name, e.g. ``128x256 s4 b2x64 n8/0``."""
     return (
-      f"{ROWS}x{self.columns} s{self.stages} b{self.buffers} "
+      f"{ROWS}x{self.columns} s{self.stages} b{self.buffers}x{self.slab} "
       f"n{self.band}/{self.along}"
     )
 
@@ -60,23 +70,29 @@ class MatmulTile:
 def matmul_tile(width: int, out_bytes: int, way: str) -> MatmulTile:
   """The default tile.
 
+  Two slabs in flight, of 128 bytes a row or less where the ring needs the room;
+  as many stages as then fit.
+
   Args:
     width: Columns of the result, N.
     out_bytes: Bytes of one element of it.
     way: One of `matmul_kernel.WAYS`; "converted" has an lhs of half the size.
   """
+  converted = way == "converted"
+  speed = CONVERTED_SPEED if converted else SPEED
 
-  def waste(columns: int) -> float:
-    return -(-width // columns) * columns / SPEED[columns]
+  def cost(columns: int) -> float:
+    return -(-width // columns) * columns / speed[columns]
 
-  columns = min(COLUMNS, key=waste)
-  buffers = 2 if out_bytes == 2 and way != "converted" else 1
-  slabs = buffers * ROWS * SLAB * out_bytes
-  room = SMEM_BYTES - BARRIER_BYTES - slabs
-  rows = ROWS // 2 if way == "converted" else ROWS
-  step = (rows + columns) * STEP_BYTES
-  if way == "converted":
-    step += 2 * ROWS  # scale bytes
+  columns = min(speed, key=cost)
+  slab = 32 if converted or out_bytes > 2 or columns == 192 else 64
+  buffers = min(2, columns // slab)
+  room = SMEM_BYTES - BARRIER_BYTES - buffers * ROWS * slab * out_bytes
+  rows = ROWS // 2 if converted else ROWS
+  step = (rows + columns) * STEP_BYTES + (2 * ROWS if converted else 0)
   return MatmulTile(
-    columns=columns, stages=min(room // step, MAX_STAGES), buffers=buffers
+    columns=columns,
+    stages=min(room // step, MAX_STAGES),
+    slab=slab,
+    buffers=buffers,
   )

@@ -15,8 +15,9 @@ from tests import mosaic_interpreter, tolerance
 E4M3, E5M2 = mxfp8.DTYPES
 GROUPS, K, N = 3, 192, 160
 ROWS = 300
-# Two slots and one slab: every tile wraps the ring and the slabs.
-TILE = tile.MatmulTile(columns=128, stages=2, buffers=1)
+# Few slots and slabs: every tile wraps the ring and the slabs.
+TILE = tile.MatmulTile(columns=128, stages=2, slab=32, buffers=2)
+CONVERTED = dataclasses.replace(TILE, stages=3)
 
 
 def layout_of(pattern, rows=ROWS, count=GROUPS):
@@ -40,6 +41,7 @@ def values(shape, kind, seed):
   return jnp.asarray(x, jnp.bfloat16)
 
 
+@functools.partial(jax.jit, static_argnames=("axis", "dtype", "folded"))
 def quantized(x, axis, dtype=E4M3, folded=False):
   q = reference.quantize(x, axis, dtype=dtype)
   return reference.fold(q) if folded else q
@@ -105,12 +107,18 @@ def check(got, lhs, rhs, layout, options):
     assert (np.abs(got[rows].astype(np.float64) - want) <= bound).all()
 
 
-def kernel(options, tile=TILE):
+def kernel(options):
   """The kernel as `interpreted` calls it."""
 
   def call(interpret, lhs, rhs, layout):
+    converted = isinstance(lhs, mxfp8.MxArray) and not lhs.folded
     return grouped_matmul.grouped_matmul(
-      lhs, rhs, layout, tile=tile, interpret=interpret, **options
+      lhs,
+      rhs,
+      layout,
+      tile=CONVERTED if converted else TILE,
+      interpret=interpret,
+      **options,
     )
 
   return call
@@ -234,6 +242,8 @@ def test_what_the_kernel_does_not_take_is_refused():
     call(lhs, rhs, out_dtype=jnp.float16)
   with pytest.raises(ValueError, match="lhs_rows must be"):
     call(quantized(lhs, -1), rhs, lhs_rows=lhs)
-  for bad in ({"columns": 100}, {"stages": 1}, {"along": 2}):
+  with pytest.raises(ValueError, match="takes 3 stages"):
+    call(quantized(lhs, -1), rhs, tile=TILE)
+  for bad in ({"columns": 100}, {"stages": 1}, {"along": 2}, {"buffers": 3}):
     with pytest.raises(ValueError, match="MatmulTile"):
       tile.MatmulTile(**bad)
