@@ -4,8 +4,9 @@
     dgrad  dx = dy @ w[g]^T         dy [R, N]
     wgrad  dw = x^T dy per group    to float32, as the layer asks for it
 
-Each in bf16, in exact MXFP8, and where it exists in folded MXFP8. Operands are
-quantized beforehand: what is timed begins with the operands that a layer has.
+Each in bf16, in exact MXFP8, and in folded MXFP8. Operands are quantized
+beforehand: what is timed begins with the operands that a layer has. Folded
+wgrad takes transposed copies folded by group; "wgrad and fold" folds them too.
 Rows of padding are zeros.
 """
 
@@ -23,11 +24,15 @@ from pallas_kernels import cases, mxfp8, quantize, reference
 from pallas_kernels import groups as groups_lib
 from pallas_kernels.hopper import grouped_matmul as hopper_matmul
 from pallas_kernels.hopper import grouped_wgrad as hopper_wgrad
+from pallas_kernels.hopper import wgrad_folded
 
 MxArray = mxfp8.MxArray
 
 Backend = Literal["mosaic", "xla"]
 WAYS = ("fprop", "dgrad", "wgrad")
+# More ways, of one precision each. Peers round a weight gradient to bf16 and
+# write half as much.
+SPECIAL = {"wgrad to bf16": "bf16", "wgrad and fold": "folded"}
 # "exact, w bf16": the weights have been dequantized before, once for all calls.
 PRECISIONS = ("bf16", "exact", "exact, w bf16", "folded")
 THREADS = 8  # that prepare operands: most of it is compiling
@@ -129,14 +134,15 @@ def operands(
   kernel = quantize.quantize if backend == "mosaic" else reference.quantize
   mx = jax.jit(kernel, static_argnames="axis")
   if way == "wgrad":
-    if precision != "exact":
-      raise NotImplementedError(
-        "Hopper's fp8 wgmma wants rows contiguous, transposed copies of both "
-        "operands; not built"
-        if precision == "folded"
-        else "it has no weights among its operands"
-      )
-    return mx(x, axis=-2), mx(dy, axis=-2), options
+    if precision == "exact, w bf16":
+      raise NotImplementedError("it has no weights among its operands")
+    if precision == "exact":
+      return mx(x, axis=-2), mx(dy, axis=-2), options
+    if backend == "xla":
+      raise NotImplementedError("a kernel alone, plain jnp has no such thing")
+    turn = jax.jit(functools.partial(reference.quantize, transposed=True),
+                   static_argnames="axis")  # fmt: skip
+    return turn(x, axis=-2), turn(dy, axis=-2), options
   if precision == "folded":  # weights lie with the contracted axis last
     w = w if way == "dgrad" else jnp.swapaxes(w, 1, 2)
     fold = jax.jit(reference.fold)
@@ -147,8 +153,12 @@ def operands(
   return mx(lhs, axis=-1), weights, options
 
 
-def product(way: str, backend: Backend) -> Callable[..., jax.Array]:
+def product(
+  way: str, precision: str, backend: Backend
+) -> Callable[..., jax.Array]:
   """The grouped product of a backend; options by name."""
+  if way == "wgrad" and precision == "folded":
+    return wgrad_folded.grouped_wgrad_folded
   if way == "wgrad":
     if backend == "mosaic":
       return hopper_wgrad.grouped_wgrad
@@ -156,6 +166,12 @@ def product(way: str, backend: Backend) -> Callable[..., jax.Array]:
   if backend == "mosaic":
     return hopper_matmul.grouped_matmul
   return reference.grouped_matmul
+
+
+def fold_and_multiply(lhs: MxArray, rhs: MxArray, layout: Any) -> jax.Array:
+  """Folded wgrad from transposed copies that are not folded yet."""
+  lhs, rhs = (wgrad_folded.fold_groups(x, layout) for x in (lhs, rhs))
+  return wgrad_folded.grouped_wgrad_folded(lhs, rhs, layout)
 
 
 @jax.jit
@@ -191,7 +207,10 @@ def error(
   across = some(got.shape[-1])
   if got.ndim == 3:  # a weight gradient
     down = some(got.shape[1])
-    a, b = sampled(lhs, None, down), sampled(rhs, None, across)
+    if isinstance(lhs, MxArray) and lhs.axis == -1:  # transposed copies
+      a, b = sampled(lhs, down, None).T, sampled(rhs, across, None).T
+    else:
+      a, b = sampled(lhs, None, down), sampled(rhs, None, across)
     want = np.stack(
       [
         a[v].T @ b[v]
@@ -231,19 +250,24 @@ def calls(
   Returns:
     The calls, and for each that does not exist the reason.
   """
-  kinds = [(w, p, {}) for w in WAYS for p in precisions]
-  # Peers round a weight gradient to bf16 and write half as much.
-  if "bf16" in precisions:
-    kinds.append(("wgrad", "bf16", {"out_dtype": jnp.bfloat16}))
+  kinds = [(w, p) for w in (*WAYS, *SPECIAL) for p in precisions]
+  kinds = [k for k in kinds if SPECIAL.get(k[0], k[1]) == k[1]]
   layout = problem.layout()
 
-  def prepare(kind: tuple[str, str, dict[str, Any]]) -> Call | str:
-    way, precision, more = kind
-    label = f"{way} to bf16" if more else way
+  def prepare(kind: tuple[str, str]) -> Call | str:
+    label, precision = kind
+    way = label.split()[0]
     try:
       lhs, rhs, options = operands(way, precision, data, backend)
-      options |= more
-      function = functools.partial(product(way, backend), **options)
+      function = product(way, precision, backend)
+      if label == "wgrad to bf16":
+        options |= {"out_dtype": jnp.bfloat16}
+      elif label == "wgrad and fold":
+        function = fold_and_multiply
+      elif (way, precision) == ("wgrad", "folded"):
+        fold = jax.jit(wgrad_folded.fold_groups)
+        lhs, rhs = fold(lhs, layout), fold(rhs, layout)
+      function = functools.partial(function, **options)
       key = (problem.shape, label, precision)
       run = compile_(key, function, lhs, rhs, layout)
     except NotImplementedError as reason:
@@ -257,8 +281,6 @@ def calls(
 
   with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
     made = list(pool.map(prepare, kinds))
-  named = [
-    (f"{p} {w}", call) for (w, p, _), call in zip(kinds, made, strict=True)
-  ]
+  named = [(f"{p} {w}", call) for (w, p), call in zip(kinds, made, strict=True)]
   skipped = {name: call for name, call in named if isinstance(call, str)}
   return [call for call in made if isinstance(call, Call)], skipped

@@ -49,6 +49,7 @@ from pallas_kernels.blackwell import grouped_matmul as blackwell_grouped_matmul
 from pallas_kernels.blackwell import grouped_wgrad as blackwell_grouped_wgrad
 from pallas_kernels.hopper import grouped_matmul as hopper_grouped_matmul
 from pallas_kernels.hopper import grouped_wgrad as hopper_grouped_wgrad
+from pallas_kernels.hopper import wgrad_folded as hopper_wgrad_folded
 
 TMEM_COLUMNS = 512  # per SM, PTX ISA, tcgen05.alloc
 SMEM_RESERVED = 1024  # bytes per CTA that the driver keeps, CUDA guide 7.4
@@ -113,7 +114,7 @@ def kernels(target: Target) -> list[mosaic.Variant]:
   """Every kernel in every tile choice that the library can select."""
   modules = (
     *(quantize, dequantize, requantize, swiglu, permute, fold),
-    *(hopper_grouped_matmul, hopper_grouped_wgrad),
+    *(hopper_grouped_matmul, hopper_grouped_wgrad, hopper_wgrad_folded),
     *(blackwell_grouped_matmul, blackwell_grouped_wgrad),
   )
   return [v for module in modules for v in module.variants(target.name)]
