@@ -6,12 +6,19 @@ Legend: R rows in 128-aligned groups, K contracted, N produced, G groups.
 
 Three ways, chosen by the operands:
 
-  bf16     both bf16: wgmma of 16-bit operands
-  exact    both MXFP8: the value of the reference. Hopper has no block-scaled
-           MMA, so both are dequantized to bf16, which holds every MXFP8 number
-           whose scale byte is 12 to 246, and multiplied as bf16
-  folded   both MXFP8 with one scale a row and one a column (`reference.fold`):
-           fp8 wgmma, the scales applied to the sums
+  plain      both bf16: 16-bit wgmma.
+  converted  MXFP8: the value of the reference ("exact"). Hopper has no
+             block-scaled MMA; rows become bf16 in registers, in the shadow of
+             wgmma, and weights by a pass before, or they come in bf16. bf16
+             holds every MXFP8 number whose scale byte is 12 to 246.
+  folded     MXFP8 with one scale a row and one a column (`reference.fold`), rhs
+             [G, N, K]: fp8 wgmma, the scales applied to the sums. fp8 wgmma
+             adds in fewer bits than float32: 2e-3 of the norm, measured.
+
+On an H200 at (R, G, K, N) = (32768, 8, 5120, 8192) and (32768, 32, 7168, 2048)
+against torch's bf16 grouped matmul, both at its power limit: plain 1.02 to 1.07
+times as fast, folded 1.95 to 2.0, converted 1.02 to 1.08 with bf16 weights and
+0.98 and 0.90 with the pass over them.
 
 The kernel's body is in `matmul_kernel`. Rows of nobody: padding rows inside a
 group's last tile hold the product of what lhs holds there; tiles past the last

@@ -2,8 +2,9 @@
 
     loader     tile -> (row tile, column tile, group)
                for each step:  acquire | TMA lhs[rows, k], rhs[group, k, cols]
-    consumers  for each step:  await | wgmma | release the slot before
-               times scales, if any | round | slab to shared memory | TMA store
+    consumers  plain, folded:  await | wgmma | release the slot before
+               converted:      wgmma | next lhs to bf16 | await | wait, release
+               times scales, if folded | round | slab to shared memory | store
 
 `common` has the ring and the roles, `grouped_matmul` the entry points. Edges
 need no care: loads past K or N give zeros and TMA drops stores past N. Tiles

@@ -189,10 +189,18 @@ def test_rows_of_a_wire_buffer_are_read_in_place(interpreted):
   check(got, lhs, rhs, layout, options)
 
 
-def test_a_slot_given_back_too_early_is_a_race(interpreted, monkeypatch):
-  """The ring is proven only if the rig sees a wgmma that is still reading."""
-  lhs, rhs, options = operands("bf16")
-  monkeypatch.setattr(common.plgpu, "wgmma_wait", lambda _: None)
+@pytest.mark.parametrize(
+  ("way", "owner", "left_out"),
+  [
+    ("bf16", common.plgpu, "wgmma_wait"),  # wgmma may still read the slot
+    ("exact of bf16 weights", common, "fence_reads"),
+  ],
+)
+def test_a_slot_given_back_too_early_is_a_race(
+  interpreted, monkeypatch, way, owner, left_out
+):
+  lhs, rhs, options = operands(way)
+  monkeypatch.setattr(owner, left_out, lambda _: None)
   with pytest.raises(mosaic_interpreter.RaceError):
     interpreted(kernel(options), lhs, rhs, layout_of("even"))
 
