@@ -10,6 +10,7 @@ import pytest
 from pallas_kernels import (
   bring_up,
   bring_up_check,
+  bring_up_matmul,
   bring_up_process,
   bring_up_record,
   bring_up_table,
@@ -17,6 +18,7 @@ from pallas_kernels import (
   peaks,
   timing,
 )
+from pallas_kernels.blackwell import wgrad_tile
 from tests.pallas_kernels import bring_up_subjects as subjects
 
 SUBJECTS = "tests.pallas_kernels.bring_up_subjects"
@@ -198,6 +200,14 @@ class TestTable:
     check = bring_up_table.checks("8.0")[0]
     assert "has no TMA" in bring_up_table.obstacle(check, "8.0")
     assert bring_up_table.obstacle(check, "10.0") is None
+
+  def test_cautious_tiles_are_legal_and_come_first(self):
+    for options in bring_up_matmul.CAUTIOUS.values():
+      assert wgrad_tile.WgradTile(**options) != wgrad_tile.WgradTile()
+    names = [c.name for c in bring_up_matmul.checks("blackwell")]
+    first = names[: 2 * len(bring_up_matmul.CAUTIOUS)]
+    for tile in bring_up_matmul.CAUTIOUS:
+      assert sum(tile in name for name in first) == 2
 
   @pytest.mark.parametrize("capability", ["9.0", "10.0"])
   def test_kernel_and_meaning_are_of_one_form(self, capability):
