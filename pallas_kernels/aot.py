@@ -44,6 +44,7 @@ from pallas_kernels import (
   quantize,
   requantize,
   swiglu,
+  swiglu_rows,
 )
 from pallas_kernels.blackwell import grouped_matmul as blackwell_grouped_matmul
 from pallas_kernels.blackwell import grouped_wgrad as blackwell_grouped_wgrad
@@ -113,7 +114,8 @@ def load_target(name: str) -> Target:
 def kernels(target: Target) -> list[mosaic.Variant]:
   """Every kernel in every tile choice that the library can select."""
   modules = (
-    *(quantize, dequantize, requantize, swiglu, permute, fold),
+    *(quantize, dequantize, requantize, permute, fold),
+    *(swiglu, swiglu_rows),
     *(hopper_grouped_matmul, hopper_grouped_wgrad, hopper_wgrad_folded),
     *(blackwell_grouped_matmul, blackwell_grouped_wgrad),
   )

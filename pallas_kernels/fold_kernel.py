@@ -144,6 +144,18 @@ def _scalar(register: ir.Value) -> ir.Value:
   return register
 
 
+def shifted(top: jax.Array, scale: jax.Array) -> jax.Array:
+  """127 + (top - scale), 255 where top is: `mosaic.reciprocal` of it re-bases.
+
+  Args:
+    top: uint32, the largest scale of a row.
+    scale: uint32, that of a block of it.
+  """
+  shift = jnp.minimum(top - scale, jnp.uint32(MAX_SHIFT))
+  nan = jnp.uint32(mxfp8.SCALE_NAN)
+  return jnp.where(top == nan, nan, shift + jnp.uint32(mxfp8.SCALE_BIAS))
+
+
 def unit_bytes(refs, problem: Problem, position, interpret) -> list[jax.Array]:
   """127 + (S - scale) of each unit of a batch, a [128] array for each chunk.
 
@@ -167,10 +179,8 @@ def unit_bytes(refs, problem: Problem, position, interpret) -> list[jax.Array]:
       source = jnp.maximum(row, 0)
     scale = load_elements(refs["scale"], (source, block), interpret)
     top = load_elements(refs["top"], (source,), interpret)
+    byte = shifted(top, scale)
     bias = jnp.uint32(mxfp8.SCALE_BIAS)
-    byte = bias + jnp.minimum(top - scale, jnp.uint32(MAX_SHIFT))
-    nan = jnp.uint32(mxfp8.SCALE_NAN)
-    byte = jnp.where(top == nan, nan, byte)
     found.append(jnp.where(row >= 0, byte, bias))
   return found
 

@@ -13,11 +13,11 @@ write [gate | up] in MXFP8 rows, for the backward to read. Rows that belong to
 no group come out 0. What is computed is `reference.swiglu` and
 `reference.swiglu_backward`, then `reference.quantize`.
 
-Schedule (`swiglu_kernel`, `stream`). Tiles of 128 rows x 128 columns of F. Four
-warpgroups fill an SM: in two CTAs that take turns at memory, or in one that
-loads a tile ahead. bf16 results take the place of the pre-activations in shared
-memory, and are quantized from there into staging tiles that TMA stores. dweight is summed within a tile; the sums of
-a row's tiles are added in a fixed order afterwards.
+Schedule (`swiglu_kernel`, `stream`). Tiles of 128 rows x 128 columns of F. A
+CTA fills an SM and loads a tile or two ahead; bf16 results take the place of
+the pre-activations in shared memory, and are quantized from there into staging
+tiles that TMA stores. dweight is summed within a tile; the sums of a row's
+tiles are added in a fixed order afterwards. Folded rows: `swiglu_rows`.
 
 Runs on Hopper and Blackwell from one source; bound by memory bandwidth. Bytes
 an element of F: forward 4 + 2.06, backward 6 + 4.13 (rows and columns).
@@ -41,6 +41,7 @@ from pallas_kernels import (
   stream,
   swiglu_kernel,
   swiglu_problem,
+  swiglu_rows,
 )
 
 MxArray = mxfp8.MxArray
@@ -48,43 +49,8 @@ GroupLayout = groups.GroupLayout
 Swiglu = activation.Swiglu
 SwigluTile = swiglu_problem.SwigluTile
 Problem = swiglu_problem.Problem
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class Forward:
-  """What `swiglu_quantize` returns; None where not asked for.
-
-  Attributes:
-    rows: [R, F] MxArray, 1x32 blocks.
-    columns: [R, F] MxArray, 32x1 blocks.
-    plain: [R, F] bf16.
-    pre: [R, 2 F] MxArray, 1x32 blocks, blocked scales: the pre-activations
-      without bias, to save.
-  """
-
-  rows: MxArray | None
-  columns: MxArray | None
-  plain: jax.Array | None
-  pre: MxArray | None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class Backward:
-  """What `swiglu_backward_quantize` returns; None where not asked for.
-
-  Attributes:
-    rows: [R, 2 F] MxArray of [dgate | dup], 1x32 blocks.
-    columns: [R, 2 F] MxArray, 32x1 blocks.
-    plain: [R, 2 F] bf16.
-    dweight: [R] float32, the gradient of the row weights.
-  """
-
-  rows: MxArray | None
-  columns: MxArray | None
-  plain: jax.Array | None
-  dweight: jax.Array
+Forward = swiglu_problem.Forward
+Backward = swiglu_problem.Backward
 
 
 def _problem(pre, bias, directions, **options: Any) -> Problem:
@@ -183,7 +149,8 @@ def swiglu_quantize(
     save_pre: Write pre in MXFP8 rows (bf16 pre only).
     rounding: One of `mxfp8.RULES`.
     dtype: float8_e4m3fn or float8_e5m2.
-    folded: Fold the rows in a second kernel (`fold`): 2.03 bytes more.
+    folded: Fold the rows: here (`swiglu_rows`) where they fit, else in a
+      second kernel (`fold`), 2.03 bytes more.
     tile: The schedule; None for the default.
     interpret: Interpret parameters; False compiles.
 
@@ -192,6 +159,13 @@ def swiglu_quantize(
     ValueError: Shapes disagree, or an option is unknown.
   """
   swiglu_problem.check(pre, None, layout, (rows, columns, plain))
+  if folded and not (plain or save_pre or tile):
+    whole = swiglu_rows.whole_rows(
+      pre, None, weight, layout, bias, rows=rows, columns=columns, form=form,
+      rounding=rounding, dtype=dtype, interpret=interpret,
+    )  # fmt: skip
+    if whole is not None:
+      return Forward(*whole[:2], plain=None, pre=None)
   if save_pre and isinstance(pre, MxArray):
     raise ValueError("swiglu kernel: save_pre, but pre is MXFP8 already.")
   more = save_pre or isinstance(pre, MxArray)
@@ -258,6 +232,14 @@ def swiglu_backward_quantize(
     ValueError: Shapes disagree, or an option is unknown.
   """
   swiglu_problem.check(pre, dh, layout, (rows, columns, plain))
+  if folded and not (plain or tile):
+    whole = swiglu_rows.whole_rows(
+      pre, dh, weight, layout, bias, rows=rows, columns=columns, form=form,
+      rounding=rounding, dtype=dtype, interpret=interpret,
+    )  # fmt: skip
+    if whole is not None:
+      made, dweight = whole[:2], whole[2]
+      return Backward(*made, plain=None, dweight=dweight)  # pyright: ignore
   problem = _problem(
     pre,
     bias,

@@ -160,10 +160,10 @@ def compute_parts(cta: Cta, position, slot, results, ahead, mine: int) -> None:
     )  # fmt: skip
     if problem.backward:
       dh = swiglu_tile.load_part(refs.dh_smem, start, interpret)
-      *value, more = swiglu_tile.differentiate(
+      *value, share = swiglu_tile.differentiate(
         gate, up, dh.astype(jnp.float32), weight, problem.form
       )
-      dweight = dweight + more
+      dweight = dweight + jnp.sum(share, axis=1)
     else:
       value = [swiglu_tile.activate(gate, up, weight, problem.form)]
     for tile_smem, x in zip(results, value, strict=True):

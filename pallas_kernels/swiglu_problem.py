@@ -39,7 +39,7 @@ class SwigluTile:
   """
 
   stages: int = 2
-  warpgroups: int = 4
+  warpgroups: int = 2
   ctas_per_sm: int = 1
 
   def __post_init__(self):
@@ -56,8 +56,8 @@ class SwigluTile:
     return f"s{self.stages} w{self.warpgroups} c{self.ctas_per_sm}"
 
 
-FORWARD_TILE = SwigluTile(stages=1, warpgroups=2, ctas_per_sm=2)
-FULL_TILE = SwigluTile(stages=2, warpgroups=4)  # shared memory has no more
+FORWARD_TILE = SwigluTile(stages=3)
+FULL_TILE = SwigluTile(stages=2)  # shared memory has no room for three
 
 
 def forward_tile(width: int, more: bool) -> SwigluTile:
@@ -182,6 +182,43 @@ class Problem:
       atoms = plgpu.SMEM((staged, 1, mxfp8.ATOM_BYTES), jnp.uint8)
       scratch |= dict(codes_smem=codes, atoms_smem=atoms)
     return scratch
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Forward:
+  """What `swiglu.swiglu_quantize` returns; None where not asked for.
+
+  Attributes:
+    rows: [R, F] MxArray, 1x32 blocks.
+    columns: [R, F] MxArray, 32x1 blocks.
+    plain: [R, F] bf16.
+    pre: [R, 2 F] MxArray, 1x32 blocks, blocked scales: the pre-activations
+      without bias, to save.
+  """
+
+  rows: MxArray | None
+  columns: MxArray | None
+  plain: jax.Array | None
+  pre: MxArray | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Backward:
+  """What `swiglu.swiglu_backward_quantize` returns; None where not asked for.
+
+  Attributes:
+    rows: [R, 2 F] MxArray of [dgate | dup], 1x32 blocks.
+    columns: [R, 2 F] MxArray, 32x1 blocks.
+    plain: [R, 2 F] bf16.
+    dweight: [R] float32, the gradient of the row weights.
+  """
+
+  rows: MxArray | None
+  columns: MxArray | None
+  plain: jax.Array | None
+  dweight: jax.Array
 
 
 def check(pre, dh, layout: groups.GroupLayout, wanted: tuple) -> None:

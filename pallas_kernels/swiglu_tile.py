@@ -185,7 +185,7 @@ def activate(
   Args:
     gate: [128, 16] float32, bias included.
     up: Likewise.
-    weight: [128] float32.
+    weight: [128] float32, or one of the shape of gate.
     form: The activation.
 
   Returns:
@@ -194,7 +194,8 @@ def activate(
   gate, up = clamp(gate, up, form)
   up = up + form.up_offset if form.up_offset else up
   hidden = gate * sigmoid(scaled(gate, form.alpha)) * up
-  return (hidden * per_row(weight)).astype(jnp.bfloat16)
+  weight = per_row(weight) if weight.ndim == 1 else weight
+  return (hidden * weight).astype(jnp.bfloat16)
 
 
 def differentiate(
@@ -216,18 +217,18 @@ def differentiate(
   Returns:
     dgate: [128, 16] bf16.
     dup: [128, 16] bf16.
-    dweight: [128] float32, the sum over these columns.
+    share: [128, 16] float32, whose sum over columns is dweight.
   """
   raw_gate, raw_up = gate, up
   gate, up = clamp(gate, up, form)
   up = up + form.up_offset if form.up_offset else up
   slope = sigmoid(scaled(gate, form.alpha))
   silu = gate * slope
-  dweight = jnp.sum(dh * silu * up, axis=1)
-  dact = dh * per_row(weight)
+  share = dh * silu * up
+  dact = dh * (per_row(weight) if weight.ndim == 1 else weight)
   dgate = dact * up * (slope + scaled(silu, form.alpha) * (1.0 - slope))
   dup = dact * silu
   if form.limit is not None:
     dgate = dgate * inside(raw_gate, form.limit)
     dup = dup * inside(jnp.abs(raw_up), form.limit)
-  return dgate.astype(jnp.bfloat16), dup.astype(jnp.bfloat16), dweight
+  return dgate.astype(jnp.bfloat16), dup.astype(jnp.bfloat16), share

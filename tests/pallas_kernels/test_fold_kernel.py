@@ -14,6 +14,7 @@ from pallas_kernels import (
   reference,
   swiglu,
 )
+from tests import tolerance
 
 TOKENS = 40
 
@@ -101,22 +102,56 @@ def test_both_directions_fold_the_rows_alone(interpreted):
   same(got[1], reference.quantize(x, -2, layout="blocked"))
 
 
-def test_swiglu(interpreted):
+def test_swiglu_beside_bf16(interpreted):
   layout = groups.group_layout(jnp.array([100]), 128)
   pre = jax.random.normal(jax.random.key(0), (128, 256), jnp.bfloat16)
   pre = pre * jnp.exp2(-(jnp.arange(256.0) // 32 % 4)).astype(jnp.bfloat16)
-  weight, dh = jnp.linspace(0.1, 1, 128), pre[:, :128]
+  weight = jnp.linspace(0.1, 1, 128)
   options = dict(rows="linear", columns=None, folded=True, plain=True)
-  parts = interpreted(
-    lambda i: (
-      swiglu.swiglu_quantize(pre, weight, layout, **options, interpret=i),
-      swiglu.swiglu_backward_quantize(
-        pre, dh, weight, layout, **options, interpret=i
-      ),
+  out = interpreted(
+    lambda i: swiglu.swiglu_quantize(
+      pre, weight, layout, **options, interpret=i
     )
   )
-  for part in parts:
-    same(part.rows, reference.quantize(part.plain, folded=True))
+  same(out.rows, reference.quantize(out.plain, folded=True))
+
+
+@pytest.mark.parametrize(
+  ("width", "rows", "options"),
+  [
+    (256, 40, dict()),
+    (128, 70, dict(dtype=mxfp8.E5M2, rounding="even", columns=None)),
+  ],
+)
+def test_swiglu_of_whole_rows(interpreted, width, rows, options):
+  """Against the kernel that does not fold, whose arithmetic is the same."""
+  buffer = groups.aligned_rows(rows, 1)
+  layout = groups.group_layout(jnp.array([rows]), buffer)
+  key, other = jax.random.split(jax.random.key(0))
+  pre = jax.random.normal(key, (buffer, 2 * width), jnp.bfloat16)
+  binades = jnp.arange(2.0 * width) // 32 % 20
+  pre = pre * jnp.exp2(-binades).astype(jnp.bfloat16)
+  pre = jnp.where(layout.row_valid()[:, None], pre, jnp.nan)
+  dh = jax.random.normal(other, (buffer, width), jnp.bfloat16)
+  weight = jnp.linspace(0.1, 1, buffer)
+  call = dict(rows="linear", columns="linear", plain=False) | options
+
+  def both(interpret, folded):
+    more = dict(folded=folded, interpret=interpret)
+    return (
+      swiglu.swiglu_quantize(pre, weight, layout, **call, **more),
+      swiglu.swiglu_backward_quantize(pre, dh, weight, layout, **call, **more),
+    )
+
+  got = interpreted(lambda i: both(i, True))
+  want = interpreted(lambda i: both(i, False))
+  for a, b in zip(got, want, strict=True):
+    same(a.rows, reference.fold(b.rows))
+    if b.columns is None:
+      assert a.columns is None
+    else:
+      same(a.columns, b.columns)
+  tolerance.assert_reordered(got[1].dweight, want[1].dweight)
 
 
 def test_no_rows_are_asked_for(interpreted):
