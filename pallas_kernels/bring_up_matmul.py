@@ -4,6 +4,7 @@
                      folded form too
     grouped_wgrad    MXFP8, also adding to a gradient that is there; on Hopper
                      bf16 too
+    wgrad_folded     Hopper's fp8 wgrad of transposed copies
     simple_matmul    Blackwell's plainest kernel: first of all
 
 A kernel is imported by name when its check runs, so that one that is missing or
@@ -13,6 +14,7 @@ comparison: what a kernel leaves there is not specified.
 """
 
 from collections.abc import Callable
+import dataclasses
 import importlib
 from typing import Any
 
@@ -33,6 +35,7 @@ CAUTIOUS: dict[str, dict[str, Any]] = {
   "one accumulator": dict(accumulators=1),
   "copies along K": dict(transposed=True),
 }
+SIMPLE = "simple_matmul"
 PATTERNS = ("skewed", "empty_first", "empty_last", "one_hot", "single_row")
 REAL_PATTERNS = ("even", "skewed")
 
@@ -124,7 +127,7 @@ def matmul_check(
     return _quantize(lhs, -1, form), _quantize(rhs, contracted, form), layout
 
   def run(lhs, rhs, layout, **options):
-    kernel = _kernel(module, "grouped_matmul")
+    kernel = _kernel(module, module.split(".")[-1])
     options |= _options(tile)
     return kernel(lhs, rhs, layout, transpose_rhs=transposed, **options)
 
@@ -150,6 +153,44 @@ def matmul_check(
     limits=bring_up_check.SHORT_SUMS if folded else bring_up_check.NUMBERS,
     baselines=baselines,
   )  # fmt: skip
+
+
+def folded_wgrad_check(shape: Shape, *, stage: str) -> Check:
+  """dw of transposed copies that are folded by group; Hopper's.
+
+  Args:
+    shape: Rows, groups, K and N.
+    stage: "small" or "real".
+  """
+  module = "pallas_kernels.hopper.wgrad_folded"
+  plain = wgrad_check(module, shape, "bf16", stage=stage)
+
+  def make(sizes):
+    lhs, rhs, layout, there = plain.make(sizes)
+    turned = (
+      reference.quantize(x, -2, transposed=True, layout="blocked")
+      for x in (lhs, rhs)
+    )
+    fold = _kernel(module, "fold_groups")
+    return *(fold(x, layout) for x in turned), layout, there
+
+  def run(lhs, rhs, layout, there, **options):
+    del there
+    return _kernel(module, "grouped_wgrad_folded")(lhs, rhs, layout, **options)
+
+  def meaning(lhs, rhs, layout, there):
+    plain_lhs, plain_rhs = (x.dequantize(jnp.bfloat16).T for x in (lhs, rhs))
+    return plain.meaning(plain_lhs, plain_rhs, layout, there)
+
+  return dataclasses.replace(
+    plain,
+    kernel="hopper grouped_wgrad folded",
+    make=make,
+    run=run,
+    meaning=meaning,
+    limits=bring_up_check.SHORT_SUMS,
+    rate="fp8",
+  )
 
 
 def wgrad_check(
@@ -235,10 +276,8 @@ def checks(generation: str) -> list[Check]:
   Args:
     generation: "hopper" or "blackwell", a folder of this package.
   """
-  matmul, wgrad = (
-    f"pallas_kernels.{generation}.grouped_{name}"
-    for name in ("matmul", "wgrad")
-  )
+  folder = f"pallas_kernels.{generation}"
+  matmul, wgrad = f"{folder}.grouped_matmul", f"{folder}.grouped_wgrad"
   forms = {"hopper": ["bf16", "mxfp8", "folded"], "blackwell": ["mxfp8"]}
   ways = [
     (form, transposed)
@@ -246,7 +285,7 @@ def checks(generation: str) -> list[Check]:
     for transposed in (False, True)
     if transposed or form != "folded"  # folded weights are [G, N, K]
   ]
-  found = _cautious(matmul, wgrad) if generation == "blackwell" else []
+  found = _cautious(folder) if generation == "blackwell" else []
   for shape in cases.BRING_UP_MATMULS:
     for form, transposed in ways:
       check = matmul_check(
@@ -261,6 +300,8 @@ def checks(generation: str) -> list[Check]:
     ]
     check = wgrad_check(wgrad, shape, "mxfp8", stage="small", adding=True)
     found.append(check)
+    if "folded" in forms[generation]:
+      found.append(folded_wgrad_check(shape, stage="small"))
   first, second = real_shapes()
   for form, transposed in ways:
     check = matmul_check(
@@ -277,18 +318,24 @@ def checks(generation: str) -> list[Check]:
     ),
     wgrad_check(wgrad, second, "mxfp8", stage="real"),
   ]
+  if "folded" in forms[generation]:
+    found.append(folded_wgrad_check(first, stage="real"))
   return found
 
 
-def _cautious(matmul: str, wgrad: str) -> list[Check]:
-  """Every cautious tile at one small shape."""
+def _cautious(folder: str) -> list[Check]:
+  """The plainest kernel, then every cautious tile at one small shape."""
+  small: dict[str, Any] = dict(form="mxfp8", stage="small")
+  found = [
+    matmul_check(f"{folder}.{SIMPLE}", shape, transposed=turned, **small)
+    for shape in cases.BRING_UP_MATMULS
+    for turned in (False, True)
+  ]
+  matmul, wgrad = f"{folder}.grouped_matmul", f"{folder}.grouped_wgrad"
   shape, wgrad_shape = cases.BRING_UP_MATMULS[0], cases.BRING_UP_WGRADS[0]
-  found = []
   for tile in CAUTIOUS:
     found += [
-      matmul_check(
-        matmul, shape, "mxfp8", transposed=False, stage="small", tile=tile
-      ),
-      wgrad_check(wgrad, wgrad_shape, "mxfp8", stage="small", tile=tile),
+      matmul_check(matmul, shape, transposed=False, tile=tile, **small),
+      wgrad_check(wgrad, wgrad_shape, tile=tile, **small),
     ]
   return found

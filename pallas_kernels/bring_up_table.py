@@ -5,9 +5,17 @@ The plainest matmul comes first, then the memory-bound kernels (those of
 which are timed. A kernel that joins the library joins this table.
 """
 
+import jax
 import jax.numpy as jnp
 
-from pallas_kernels import bring_up_check, bring_up_matmul, workloads
+from pallas_kernels import (
+  bring_up_check,
+  bring_up_matmul,
+  fold,
+  mxfp8,
+  reference,
+  workloads,
+)
 
 Check = bring_up_check.Check
 
@@ -20,13 +28,14 @@ REAL = (
   "quantize rows blocked", "quantize columns blocked", "quantize both blocked",
   "dequantize rows blocked", "swiglu forward", "swiglu backward",
   "permute arrays", "permute packed rows", "permute pack",
-  "requantize rows to columns",
+  "permute arrays, folded", "permute pack, folded",
+  "requantize rows to columns", "fold rows",
 )  # fmt: skip
 
 
 def memory_check(workload: workloads.Workload, stage: str) -> Check:
   """The check of a memory-bound kernel."""
-  slow = workload.kernel == "permute"
+  slow = workload.kernel in ("permute", "fold")
 
   def same_array():
     return (jnp.zeros((workload.rows, workload.width), jnp.bfloat16),)
@@ -60,9 +69,30 @@ def memory_checks(stage: str) -> list[Check]:
         others = maker(*SMALL_PERMUTE)
         workload = next(w for w in others if w.variant == workload.variant)
       found.append(memory_check(workload, stage))
+  shape = SMALL_PERMUTE if stage == "small" else workloads.shapes("permute")[0]
+  found.append(memory_check(fold_workload(*shape), stage))
   if stage == "real":
     found = [check for check in found if check.kernel in REAL]
   return found
+
+
+def fold_workload(rows: int, width: int) -> workloads.Workload:
+  """MXFP8 rows to one scale a row, where they lie; scales differ by 2^15."""
+
+  def make():
+    x = jax.random.normal(jax.random.key(0), (rows, width), jnp.bfloat16)
+    shift = (jnp.arange(width) // mxfp8.BLOCK % 16).astype(jnp.bfloat16)
+    return (reference.quantize(x * jnp.exp2(-shift)),)
+
+  return workloads.Workload(
+    kernel="fold",
+    variant="rows",
+    rows=rows,
+    width=width,
+    make=make,
+    run=fold.fold,
+    meaning=reference.fold,
+  )
 
 
 def generations(capability: str | None) -> list[str]:
@@ -86,7 +116,14 @@ def checks(capability: str | None) -> list[Check]:
   found = memory_checks("small") + memory_checks("real")
   for generation in generations(capability):
     found += bring_up_matmul.checks(generation)
-  return sorted(found, key=lambda check: check.stage == "real")
+  simple = bring_up_matmul.SIMPLE
+  return sorted(
+    found,
+    key=lambda check: (
+      check.stage == "real",
+      not check.module.endswith(simple),
+    ),
+  )
 
 
 def obstacle(check: Check, capability: str | None) -> str | None:
