@@ -96,5 +96,6 @@ def launch(problem: Problem, clusters: int) -> dict[str, Any]:
     "cluster_names": (PAIR,),
     "num_threads": 2,
     "thread_name": WARPGROUP,
+    "kernel_name": "blackwell_grouped_wgrad",  # in profiles
     "compiler_params": mosaic.compiler_params(),
   }

@@ -154,17 +154,17 @@ def test_clusters_share_the_tiles(run, monkeypatch):
   check(run(lhs, rhs, layout, tile=tile), *expected(lhs, rhs, layout))
 
 
-def test_linear_scales_and_square_blocks(run):
-  lhs, rhs, layout = problem([128, 128], 128, 256, 256)
-  square = mxfp8.MxArray(
-    rhs.data,
-    rhs.with_layout("linear").scale[:, ::32],
-    axis=-1,
-    block="32x32",
-  )
-  lhs = lhs.with_layout("linear")
-  got = run(lhs, square, layout, tile=SINGLE)
-  check(got, *expected(lhs, square, layout))
+def test_other_scales_become_the_same_atoms():
+  lhs, rhs, _ = problem([128, 128], 128, 256, 256)
+  byte = rhs.with_layout("linear").scale[:, ::32]
+  square = mxfp8.MxArray(rhs.data, byte, axis=-1, block="32x32")
+  along = square.along(-2).with_layout("blocked")
+  for x, same in ((lhs.with_layout("linear"), lhs), (square, along)):
+    data, atoms = grouped_wgrad._arrays(x, transposed=False)
+    assert data is same.data
+    np.testing.assert_array_equal(
+      np.asarray(atoms).view(np.uint8).reshape(same.scale.shape), same.scale
+    )
 
 
 def test_it_relies_on_zero_padding(run):
