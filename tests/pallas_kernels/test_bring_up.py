@@ -204,10 +204,11 @@ class TestTable:
   def test_cautious_tiles_are_legal_and_come_first(self):
     for options in bring_up_matmul.CAUTIOUS.values():
       assert wgrad_tile.WgradTile(**options) != wgrad_tile.WgradTile()
-    names = [c.name for c in bring_up_matmul.checks("blackwell")]
-    first = names[: 2 * len(bring_up_matmul.CAUTIOUS)]
+    names = [c.kernel for c in bring_up_table.checks("10.0")]
+    assert bring_up_matmul.SIMPLE in names[0]
+    default = names.index("blackwell grouped_matmul mxfp8 forward")
     for tile in bring_up_matmul.CAUTIOUS:
-      assert sum(tile in name for name in first) == 2
+      assert sum(name.endswith(tile) for name in names[:default]) == 2
 
   @pytest.mark.parametrize("capability", ["9.0", "10.0"])
   def test_kernel_and_meaning_are_of_one_form(self, capability):
