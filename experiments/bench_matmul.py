@@ -1,7 +1,8 @@
 """Times the grouped matmuls beside what others offer.
 
     python -m experiments.bench grouped_matmul [--peers] [--json FILE]
-        [--rows N --groups N --depth N --width N] [--patterns NAME ...]
+        [--shapes NAME ...] [--patterns NAME ...] [--precisions NAME ...]
+    [--rows N --groups N --depth N --width N]
 
 For each shape of `cases.TIMED_MATMULS` and each pattern of group sizes, every
 product in every precision and every peer, in one process and in turn:
@@ -146,7 +147,7 @@ def table(problem: Problem, found: Sequence[Case]) -> rich.table.Table:
 
 def problems(asked: argparse.Namespace) -> Iterator[list[Problem]]:
   """The problems of each shape, a pattern each."""
-  shapes = dict(cases.TIMED_MATMULS)
+  shapes = {name: cases.TIMED_MATMULS[name] for name in asked.shapes}
   given = (asked.rows, asked.groups, asked.depth, asked.width)
   if any(given):
     usual = next(iter(shapes.values()))
@@ -173,6 +174,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
   )
   parser.add_argument("--peers", action="store_true", help=", ".join(PEERS))
   parser.add_argument("--json", type=pathlib.Path, help="file to write")
+  names = tuple(cases.TIMED_MATMULS)
+  parser.add_argument("--shapes", nargs="+", choices=names, default=names)
   for field in ("rows", "groups", "depth", "width"):
     parser.add_argument(f"--{field}", type=int, help="instead of the usual")
   parser.add_argument(

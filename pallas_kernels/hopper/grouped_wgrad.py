@@ -95,21 +95,6 @@ def _check(lhs, rhs, layout: groups.GroupLayout) -> None:
       raise _refuse(f"operands must be bf16 or MXFP8; got {name} {x.dtype}")
 
 
-def default_tile(depth: int, width: int) -> WgradTile:
-  """The tile of a problem: of the two fastest the one that wastes less.
-
-  Args:
-    depth: K.
-    width: N.
-  """
-
-  def covered(tile: WgradTile) -> int:
-    down, across = -(-depth // tile.lhs), -(-width // tile.rhs)
-    return down * tile.lhs * across * tile.rhs
-
-  return min(wgrad_tile.FASTEST, key=covered)
-
-
 def grouped_wgrad(
   lhs: jax.Array | MxArray,
   rhs: jax.Array | MxArray,
@@ -157,7 +142,7 @@ def grouped_wgrad(
     folded=False,
     lhs_dtype=lhs.dtype,
     rhs_dtype=rhs.dtype,
-    tile=tile or default_tile(lhs.shape[1], rhs.shape[1]),
+    tile=tile or wgrad_tile.least_work(*shape[1:], wgrad_tile.BF16),
   )
   more = () if accumulate is None else (accumulate,)
   return wgrad_call.call(problem, layout, (lhs, rhs, *more), interpret)
@@ -173,7 +158,7 @@ def variants(target: str) -> list[mosaic.Variant]:
     return []
   return [
     _variant(out_dtype, accumulate, tile)
-    for tile in wgrad_tile.FASTEST
+    for tile in wgrad_tile.BF16
     for out_dtype, accumulate in RESULTS
   ]
 

@@ -1,5 +1,6 @@
-"""Tile choices of Hopper's grouped wgrad: what is legal, and the default."""
+"""Tile choices of Hopper's grouped wgrad: what is legal, and what is fast."""
 
+from collections.abc import Mapping
 import dataclasses
 
 STEP_BYTES = 128  # of a column in a step: 64 rows of bf16, 128 of fp8
@@ -86,8 +87,30 @@ class WgradTile:
 
 
 # Measured on an H200 at (rows, G, K, N) = (32768, 8, 5120, 8192) and
-# (32768, 32, 7168, 2048): taking turns is 3 to 16 % faster than halves of
+# (32768, 32, 7168, 2048): tiles in turn are 3 to 16 % faster than halves of
 # 128x256, because the store of one tile hides behind the next one's multiply.
-FASTEST = (WgradTile(), WgradTile(lhs=128, rhs=192))
+# Which of the two is faster depends on the operands; with its relative speed.
+TALL = WgradTile()
+WIDE = WgradTile(lhs=128, rhs=192)
+BF16 = {TALL: 1.0, WIDE: 0.97}
+FOLDED = {TALL: 0.95, WIDE: 1.0}
 # Scales and sums to add to need registers that tiles in turn do not leave.
 ROOMY = WgradTile(lhs=128, rhs=256, buffers=2, alternate=False)
+
+
+def least_work(
+  depth: int, width: int, speeds: Mapping[WgradTile, float]
+) -> WgradTile:
+  """The tile that covers the result in the least time.
+
+  Args:
+    depth: K.
+    width: N.
+    speeds: Tiles to choose from, with their relative speeds.
+  """
+
+  def work(tile: WgradTile) -> float:
+    down, across = -(-depth // tile.lhs), -(-width // tile.rhs)
+    return down * tile.lhs * across * tile.rhs / speeds[tile]
+
+  return min(speeds, key=work)
