@@ -108,9 +108,19 @@ def summary(findings: Sequence[Finding]) -> dict[str, int]:
 
 
 def report(
-  device: dict[str, Any], findings: Sequence[Finding], command: str
+  device: dict[str, Any],
+  findings: Sequence[Finding],
+  command: str,
+  planned: int,
 ) -> dict[str, Any]:
-  """What is sent back, as JSON values."""
+  """What is sent back, as JSON values.
+
+  Args:
+    device: What the worker said of it.
+    findings: So far.
+    command: That was run.
+    planned: Checks of the whole run; an interrupted one has fewer findings.
+  """
   peak = peaks.peak(device["kind"])
   return {
     "command": command,
@@ -118,6 +128,8 @@ def report(
     "versions": bring_up_record.versions()
     | {"python": platform.python_version()},
     "peaks": dataclasses.asdict(peak) if peak else None,
+    "planned": planned,
+    "complete": len(findings) == planned,
     "summary": summary(findings),
     "checks": [
       dataclasses.asdict(f) | {"of_peak": share(f, peak)} for f in findings
@@ -158,16 +170,17 @@ def run_all(
     device = dict(runner.device)
     capability = device.get("capability")
     peak = peaks.peak(device["kind"])
+    module = importlib.import_module(table)
+    checks = select(module.checks(capability), asked.kernels, asked.quick)
+    command = command_of(asked)
     print(f"{device}\n{heading()}", flush=True)
 
     def add(finding: Finding) -> None:
       findings.append(finding)
       print(row(finding, peak), flush=True)
       if asked.json:
-        write(asked.json, report(device, findings, command_of(asked)))
+        write(asked.json, report(device, findings, command, len(checks)))
 
-    module = importlib.import_module(table)
-    checks = select(module.checks(capability), asked.kernels, asked.quick)
     for check in checks:
       why = obstacle(check, capability)
       if why is None:

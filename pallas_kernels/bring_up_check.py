@@ -39,8 +39,9 @@ class Limits:
 
 # Sums of float32 in another order, then one rounding to bf16.
 NUMBERS = Limits(equal=None)
-# Hopper's fp8 wgmma keeps about 14 bits of a sum.
-SHORT_SUMS = Limits(equal=None, frobenius=2.5e-3)
+# Hopper's fp8 wgmma keeps about 14 bits of a sum: 1.4e-3 to 5.0e-3 measured on
+# an H200, more the longer the sum.
+SHORT_SUMS = Limits(equal=None, frobenius=6e-3)
 # exp differs between compilers.
 NEARLY = Limits(equal=0.999)
 
