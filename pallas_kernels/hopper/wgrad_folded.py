@@ -9,8 +9,9 @@ are their scale bytes, which `fold_groups` makes equal within each group.
 
 Hopper's fp8 wgmma wants the contracted axis innermost and knows no block
 scales. What folding costs is said at `fold_groups`; beside it the tensor core
-sums fp8 products with fewer bits than float32 (about 2e-3 of the result, in
-the Frobenius norm). `grouped_wgrad` is the exact way.
+sums fp8 products with fewer bits than float32: on an H200 1.4e-3 of the result
+in the Frobenius norm at 4096 rows a group, 5e-3 at 32768. `grouped_wgrad` is
+the exact way.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from experiments import command, experiment, results
+from experiments import bench_matmul, command, experiment, results
 from tests import tolerance
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -46,3 +46,17 @@ def test_tiny_cpu_is_still_the_config_that_was_run():
   saved = json.loads(path.read_text())["experiment"]
   wanted = experiment.to_dict(asked.experiment)
   assert experiment.differences(saved, wanted) == ()
+
+
+def test_the_kept_matmuls_are_within_their_errors():
+  path = ROOT / "experiments/results/nvidia_h200/grouped_matmul.json"
+  kept = json.loads(path.read_text())
+  assert kept["command"].startswith("python -m experiments.bench grouped_mat")
+  assert kept["device"]["kind"] == "NVIDIA H200"
+  errors = {}
+  for case in kept["cases"]:
+    assert case["teraflops"] > 0
+    if case["error"] is not None:
+      errors.setdefault(case["who"], []).append(case["error"])
+  assert max(errors["exact"] + errors["bf16"]) <= tolerance.BF16_ROUNDING
+  assert max(errors["folded"]) < bench_matmul.WRONG
