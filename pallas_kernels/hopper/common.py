@@ -34,7 +34,6 @@ LOADER = CONSUMERS  # index of the warpgroup that loads
 PART = ROWS // CONSUMERS  # rows of a consumer, those of one wgmma
 AXIS = "sm"  # the grid axis
 WARPGROUP = "warpgroup"  # the thread axis
-CONVERTED_STAGES = 3  # in use by a wgmma, being converted, awaited
 LOADER_REGISTERS = 40
 # A multiple of 8, so that the three warpgroups fit the SM's 65536 registers.
 CONSUMER_REGISTERS = (512 - LOADER_REGISTERS) // CONSUMERS // 8 * 8
@@ -183,12 +182,12 @@ def multiply_converted(
 ) -> jax.Array:
   """`multiply` with an lhs that is converted in registers.
 
-  The lhs of a step is converted while the wgmma of the step before runs. The
-  wait for the load after that comes before the wait for the wgmma: it ends a
-  basic block, past which ptxas does not defer the conversion.
+  The lhs of a step is converted while the wgmma of the step before runs. Two
+  wgmma in flight, with two sets of registers, would overlap more: ptxas then
+  runs all of them one after another (its warning C7513).
 
   Args:
-    ring: At least `CONVERTED_STAGES` slots.
+    ring: The slots.
     step: [] int32, steps before this tile.
     count: Steps of this tile, at least 1.
     convert: ``convert(slot)``: the lhs of a slot, 16 bits, in the layout
@@ -202,28 +201,20 @@ def multiply_converted(
   """
 
   def scope(accumulator):
-    def advance(carry, ahead):
+    def body(_, carry):
       step, lhs = carry
       issue(accumulator, lhs, ring.slot(step))
-      following = convert(ring.slot(step + 1))
-      if ahead:
-        ring.await_full(step + 2)
-      fence_reads(interpret)
+      following = convert(ring.await_full(step + 1))
       plgpu.wgmma_wait(0)
+      fence_reads(interpret)
       ring.release(step)
       return step + 1, following
 
-    carry = step, convert(ring.await_full(step))
-    if count > 1:
-      ring.await_full(step + 1)
-      carry = lax.fori_loop(
-        0, count - 2, lambda _, carry: advance(carry, True), carry
-      )
-      carry = advance(carry, False)
-    last, lhs = carry
+    first = convert(ring.await_full(step))
+    last, lhs = lax.fori_loop(0, count - 1, body, (step, first))
     issue(accumulator, lhs, ring.slot(last))
-    fence_reads(interpret)
     plgpu.wgmma_wait(0)
+    fence_reads(interpret)
     ring.release(last)
     return accumulator[...]
 
