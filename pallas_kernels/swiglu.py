@@ -131,6 +131,7 @@ def swiglu_quantize(
   rounding: mxfp8.Rounding = "rceil",
   dtype: Any = mxfp8.E4M3,
   folded: bool = False,
+  one_pass: bool = False,
   tile: SwigluTile | None = None,
   interpret: Any = False,
 ) -> Forward:
@@ -149,8 +150,9 @@ def swiglu_quantize(
     save_pre: Write pre in MXFP8 rows (bf16 pre only).
     rounding: One of `mxfp8.RULES`.
     dtype: float8_e4m3fn or float8_e5m2.
-    folded: Fold the rows: here (`swiglu_rows`) where they fit, else in a
-      second kernel (`fold`), 2.03 bytes more.
+    folded: Fold the rows in a second kernel (`fold`), 2.03 bytes more.
+    one_pass: Fold them here instead (`swiglu_rows`), where a row fits and
+      nothing else is asked for. Interpreted and compiled, not yet run.
     tile: The schedule; None for the default.
     interpret: Interpret parameters; False compiles.
 
@@ -159,7 +161,7 @@ def swiglu_quantize(
     ValueError: Shapes disagree, or an option is unknown.
   """
   swiglu_problem.check(pre, None, layout, (rows, columns, plain))
-  if folded and not (plain or save_pre or tile):
+  if folded and one_pass and not (plain or save_pre):
     whole = swiglu_rows.whole_rows(
       pre, None, weight, layout, bias, rows=rows, columns=columns, form=form,
       rounding=rounding, dtype=dtype, interpret=interpret,
@@ -206,6 +208,7 @@ def swiglu_backward_quantize(
   rounding: mxfp8.Rounding = "rceil",
   dtype: Any = mxfp8.E4M3,
   folded: bool = False,
+  one_pass: bool = False,
   tile: SwigluTile | None = None,
   interpret: Any = False,
 ) -> Backward:
@@ -224,6 +227,7 @@ def swiglu_backward_quantize(
     rounding: As above.
     dtype: float8_e4m3fn or float8_e5m2.
     folded: As above.
+    one_pass: As above.
     tile: As above.
     interpret: As above.
 
@@ -232,7 +236,7 @@ def swiglu_backward_quantize(
     ValueError: Shapes disagree, or an option is unknown.
   """
   swiglu_problem.check(pre, dh, layout, (rows, columns, plain))
-  if folded and not (plain or tile):
+  if folded and one_pass and not plain:
     whole = swiglu_rows.whole_rows(
       pre, dh, weight, layout, bias, rows=rows, columns=columns, form=form,
       rounding=rounding, dtype=dtype, interpret=interpret,

@@ -30,61 +30,13 @@ from pallas_kernels import (
   reference,
   requantize,
   swiglu,
-  timing,
+  workload,
 )
 
-GROUPS = cases.LOCAL_EXPERTS[-1]
 PADDING = 4096  # one row in so many is padding where rows are taken by index
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-  """One call of one kernel.
-
-  Attributes:
-    kernel: Name of its module.
-    variant: Which results, in which scale layout.
-    rows: Rows of the arrays.
-    width: Columns; of a SwiGLU the columns of F.
-    make: Makes the arguments; jittable.
-    run: The kernel; takes the arguments and, by name, a schedule.
-    meaning: The reference on the same arguments, with the same results.
-    bar: Share of a copy's bandwidth that the project asks for, if any.
-    tuned: Name under which a schedule measured on this is looked up, if any.
-  """
-
-  kernel: str
-  variant: str
-  rows: int
-  width: int
-  make: Callable[[], tuple[Any, ...]]
-  run: Callable[..., Any]
-  meaning: Callable[..., Any]
-  bar: float | None = None
-  tuned: str | None = None
-
-  @property
-  def name(self) -> str:
-    """E.g. ``quantize rows blocked 131072 x 7168``."""
-    return f"{self.kernel} {self.variant} {self.rows} x {self.width}"
-
-  def bytes(self) -> int:
-    """Bytes of inputs and results, each counted once."""
-    arguments = jax.eval_shape(self.make)
-    return timing.nbytes((arguments, jax.eval_shape(self.run, *arguments)))
-
-
-def _normal(seed: int, shape: tuple[int, ...]) -> jax.Array:
-  return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
-
-
-def layout(rows: int, pattern: str = "even") -> groups.GroupLayout:
-  """Groups that fill a buffer of ``rows`` rows, whole tiles each."""
-  per_tile = groups.ROW_ALIGN
-  sizes = cases.group_sizes(pattern, GROUPS, rows // per_tile)
-  return groups.group_layout(
-    jnp.array(sizes, jnp.int32) * per_tile, groups.round_up(rows, per_tile)
-  )
+Workload = workload.Workload
+layout = workload.layout
 
 
 def _both(x, scales=("blocked", "blocked")):
@@ -113,12 +65,12 @@ def quantize_workloads(rows: int, width: int) -> list[Workload]:
   common: dict[str, Any] = dict(kernel="quantize", rows=rows, width=width)
 
   def make():
-    return (_normal(0, (rows, width)),)
+    return (workload.normal(0, (rows, width)),)
 
   def make_groups():
     lay = layout(rows)  # every group lacks some rows of its last tile
     ragged = dataclasses.replace(lay, sizes=jnp.maximum(lay.sizes - 29, 0))
-    return _normal(0, (rows, width)), ragged.tile_rows()
+    return workload.normal(0, (rows, width)), ragged.tile_rows()
 
   def one(axis, scales, **more):
     options = dict(axis=axis, layout=scales)
@@ -171,7 +123,8 @@ def dequantize_workloads(rows: int, width: int) -> list[Workload]:
   """Both directions in both scale layouts."""
 
   def make(axis, scales):
-    x = reference.quantize(_normal(0, (rows, width)), axis, layout=scales)
+    x = workload.normal(0, (rows, width))
+    x = reference.quantize(x, axis, layout=scales)
     return x.data, x.scale
 
   found = []
@@ -194,60 +147,79 @@ def dequantize_workloads(rows: int, width: int) -> list[Workload]:
   return found
 
 
+BLOCKED: dict[str, Any] = dict(rows="blocked", columns="blocked")
+
+
+def _forward(pre, weight, lay, **options):
+  out = swiglu.swiglu_quantize(pre, weight, lay, **options)
+  return [x for x in (out.rows, out.columns, out.pre) if x is not None]
+
+
+def _forward_meaning(pre, weight, lay, saved=False, **options):
+  out = reference.swiglu_quantize(pre, weight, lay, **BLOCKED | options)
+  kept = [reference.quantize(pre, layout="blocked")] if saved else []
+  return [out.rows, out.columns, *kept]
+
+
+def _backward(pre, dh, weight, lay, **options):
+  out = swiglu.swiglu_backward_quantize(pre, dh, weight, lay, **options)
+  return out.rows, out.columns, out.dweight
+
+
+def _backward_meaning(pre, dh, weight, lay, **options):
+  out, dweight = reference.swiglu_backward_quantize(
+    pre, dh, weight, lay, **BLOCKED | options
+  )
+  return out.rows, out.columns, dweight
+
+
 def swiglu_workloads(rows: int, width: int) -> list[Workload]:
   """Forward and backward, plain and with MXFP8 pre-activations."""
   common: dict[str, Any] = dict(kernel="swiglu", rows=rows, width=width)
-  blocked: dict[str, Any] = dict(rows="blocked", columns="blocked")
 
   def make():
     weight = jax.random.uniform(jax.random.key(1), (rows,), jnp.float32)
-    return _normal(0, (rows, 2 * width)), weight, layout(rows)
+    return workload.normal(0, (rows, 2 * width)), weight, layout(rows)
 
   def make_backward(saved=False):
     pre, weight, lay = make()
     if saved:
       pre = reference.quantize(pre, layout="blocked")
-    return pre, _normal(2, (rows, width)), weight, lay
+    return pre, workload.normal(2, (rows, width)), weight, lay
 
-  def forward(pre, weight, lay, **options):
-    out = swiglu.swiglu_quantize(pre, weight, lay, **options)
-    return [x for x in (out.rows, out.columns, out.pre) if x is not None]
-
-  def forward_meaning(pre, weight, lay, saved=False):
-    out = reference.swiglu_quantize(pre, weight, lay, **blocked)
-    kept = [reference.quantize(pre, layout="blocked")] if saved else []
-    return [out.rows, out.columns, *kept]
-
-  def backward(pre, dh, weight, lay, **options):
-    out = swiglu.swiglu_backward_quantize(pre, dh, weight, lay, **options)
-    return out.rows, out.columns, out.dweight
-
-  def backward_meaning(pre, dh, weight, lay):
-    out, dweight = reference.swiglu_backward_quantize(
-      pre, dh, weight, lay, **blocked
+  def folded(name, run, make, meaning, **options):
+    run = functools.partial(run, folded=True, rows="linear", **options)
+    meaning = functools.partial(meaning, folded=True, rows="linear")
+    return Workload(
+      variant=name, make=make, run=run, meaning=meaning, **common
     )
-    return out.rows, out.columns, dweight
 
   return [
     Workload(
-      variant="forward", make=make, run=forward, meaning=forward_meaning,
+      variant="forward", make=make, run=_forward, meaning=_forward_meaning,
       bar=0.85, tuned="forward", **common,
     ),
     Workload(
       variant="forward, keeps MXFP8", make=make,
-      run=functools.partial(forward, save_pre=True),
-      meaning=functools.partial(forward_meaning, saved=True),
+      run=functools.partial(_forward, save_pre=True),
+      meaning=functools.partial(_forward_meaning, saved=True),
       tuned="forward mxfp8", **common,
     ),
     Workload(
-      variant="backward", make=make_backward, run=backward,
-      meaning=backward_meaning, bar=0.85, tuned="backward", **common,
+      variant="backward", make=make_backward, run=_backward,
+      meaning=_backward_meaning, bar=0.85, tuned="backward", **common,
     ),
     Workload(
       variant="backward of MXFP8",
-      make=functools.partial(make_backward, saved=True), run=backward,
-      meaning=backward_meaning, **common,
+      make=functools.partial(make_backward, saved=True), run=_backward,
+      meaning=_backward_meaning, **common,
     ),
+    folded("forward, folded", _forward, make, _forward_meaning),
+    folded("forward, folded at once", _forward, make, _forward_meaning,
+           one_pass=True),
+    folded("backward, folded", _backward, make_backward, _backward_meaning),
+    folded("backward, folded at once", _backward, make_backward,
+           _backward_meaning, one_pass=True),
   ]  # fmt: skip
 
 
@@ -272,7 +244,7 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
     return jnp.where(jnp.arange(rows) % PADDING == PADDING - 1, -1, order)
 
   def arrays():
-    return reference.quantize(_normal(0, (rows, width)))
+    return reference.quantize(workload.normal(0, (rows, width)))
 
   def weights():
     return jax.random.uniform(jax.random.key(1), (rows,), jnp.float32)
@@ -312,7 +284,7 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
     ),
     Workload(
       variant="bf16, then quantize both",
-      make=lambda: (_normal(0, (rows, width)), source()),
+      make=lambda: (workload.normal(0, (rows, width)), source()),
       run=permute.gather_quantize, meaning=_taken_both, **common,
     ),
     Workload(

@@ -137,7 +137,7 @@ def test_swiglu_of_whole_rows(interpreted, width, rows, options):
   call = dict(rows="linear", columns="linear", plain=False) | options
 
   def both(interpret, folded):
-    more = dict(folded=folded, interpret=interpret)
+    more = dict(folded=folded, one_pass=True, interpret=interpret)
     return (
       swiglu.swiglu_quantize(pre, weight, layout, **call, **more),
       swiglu.swiglu_backward_quantize(pre, dh, weight, layout, **call, **more),
