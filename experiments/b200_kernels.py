@@ -15,7 +15,7 @@ import dataclasses
 import math
 
 from pallas_kernels import mxfp8, peaks
-from pallas_kernels.blackwell import wgrad_tile
+from pallas_kernels.blackwell import grouped_matmul, wgrad_tile
 
 GPU = peaks.PEAKS["NVIDIA B200"]
 STEP = 128  # of K: one atom of scales, one step of the pipeline
@@ -28,9 +28,11 @@ SCALED = 1 + 1 / mxfp8.BLOCK  # bytes of an MXFP8 number
 LAUNCH_US = 3.0  # between kernels of one program
 FILL_CLOCKS = 4000  # the first loads and the last store of a matmul
 
-# Share of its bound that a matmul sustains, as our Hopper kernels do: folded
-# MXFP8 1,271-1,383 TFLOP/s of 1,979, bf16 725 of 989, both on one H200.
-SUSTAINED = {"mxfp8": 0.66, "bf16": 0.73}
+# Share of its bound that a matmul sustains, as our Hopper kernels do on one
+# H200 (experiments/results/nvidia_h200/grouped_matmul.json, the mean of fprop,
+# dgrad and wgrad without a break): folded MXFP8 1,269 TFLOP/s of 1,979, bf16
+# 669 of 989.
+SUSTAINED = {"mxfp8": 0.64, "bf16": 0.68}
 # Share of the peak bandwidth that the same kernels reach on one H200
 # (experiments/results/nvidia_h200/bench.json), of 4,800 GB/s.
 REACHED = {
@@ -69,13 +71,14 @@ ASSUMPTIONS = (
   f"An SM moves {SHARED_BYTES_PER_CLOCK} bytes a clock through shared memory, "
   "loads and operand reads together, and takes "
   f"{L2_BYTES_PER_CLOCK} from L2 (an estimate).",
-  "Matmul tiles are those of the kernels in `pallas_kernels.blackwell`; tiles "
-  "are dealt in whole rounds; the store of one hides behind the multiply of "
-  "the next, but for the last.",
+  "Matmul tiles are those that the kernels in `pallas_kernels.blackwell` take "
+  "by default; tiles are dealt in whole rounds; the store of one hides behind "
+  "the multiply of the next, but for the last. bf16 matmuls, for which there "
+  "is no Blackwell kernel here, are given the same tiles.",
   "Every operand comes from device memory once: L2 (126 MB) serves the rest.",
   f"Matmuls sustain {SUSTAINED['mxfp8']:.0%} (MXFP8) and "
-  f"{SUSTAINED['bf16']:.0%} (bf16) of their bound, as our kernels do on one "
-  "H200, where the clock falls under load.",
+  f"{SUSTAINED['bf16']:.0%} (bf16) of their bound, as our kernels do of the "
+  "peak on one H200, where the clock falls under load.",
   "Memory-bound kernels reach the share of the peak bandwidth that the same "
   "source reaches on one H200. There they use at most 42 % of the issue slots; "
   "on a B200, with 1.67 times the bandwidth and 1.1 times the slots a second, "
@@ -192,7 +195,8 @@ def matmul(
     form: "mxfp8" or "bf16".
     name: In words.
   """
-  tile = matmul_tile(width)
+  chosen = grouped_matmul.default_tile(sum(rows), len(rows), width)
+  tile = Tile(rows=chosen.lhs, columns=chosen.rhs, ctas=chosen.ctas)
   across = math.ceil(width / tile.columns)
   size = 2.0 if form == "bf16" else SCALED
   total = sum(rows)
@@ -272,8 +276,3 @@ def wire(sent: float, name: str) -> Estimate:
     bound_us=bound,
     expected_us=bound / WIRE_REACHED + LAUNCH_US,
   )
-
-
-def matmul_tile(width: int) -> Tile:
-  """The tile of the grouped matmul for a width."""
-  return Tile(columns=256 if width > 128 else 128)

@@ -54,7 +54,8 @@ class Comparison:
 
 def comparisons() -> list[Comparison]:
   """Every published number that the model can be asked for."""
-  return [*_cursor(), *_torchao_kernels(), *_torchao_steps()]
+  torchao = _torchao_kernels() + _torchao_steps() + _torchao_layers()
+  return _cursor() + torchao
 
 
 def _cursor() -> list[Comparison]:
@@ -140,6 +141,29 @@ def _operation(rows: Sequence[int], depth: int, width: int, form: str) -> float:
     sizes = (total * depth, total * width, len(rows) * depth * width)
     found += [k.memory("quantize", n, "") for n in sizes for _ in range(2)]
   return sum(kernel.expected_us for kernel in found)
+
+
+def _torchao_layers() -> list[Comparison]:
+  found = []
+  for name, model, published in (
+    ("Llama 4", "llama4_scout", 275.270 / 192.420),
+    ("DeepSeek-V3", "deepseek_v3", 92.032 / 80.182),
+  ):
+    total = {}
+    for form in ("bf16", "mxfp8"):
+      layer = b200_layer.layer(model, TORCHAO_ROWS, EIGHT, form)
+      total[form] = layer.total("forward") + layer.total("backward")
+    found.append(
+      Comparison(
+        source="torchao",
+        what=f"layer forward and backward, bf16 over MXFP8, {name}",
+        unit="x",
+        published=published,
+        model=total["bf16"] / total["mxfp8"],
+        note="theirs holds the router and shuffles in bf16 too",
+      )
+    )
+  return found
 
 
 def _torchao_steps() -> list[Comparison]:

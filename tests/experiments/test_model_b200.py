@@ -2,11 +2,12 @@
 
 import json
 import pathlib
+import statistics
 
 import pytest
 
 from experiments import b200_kernels, b200_layer, b200_published, model_b200
-from pallas_kernels import cases
+from pallas_kernels import cases, peaks
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs/b200_model.md"
@@ -60,6 +61,25 @@ def test_the_clock_makes_the_peak():
   assert per_second == pytest.approx(b200_kernels.GPU.fp8)
   slow = b200_kernels.step_clocks(tile, "bf16")["tensor core"]
   assert slow == 2 * clocks
+
+
+def test_the_sustained_shares_are_what_was_measured_on_an_h200():
+  file = ROOT / "experiments/results/nvidia_h200/grouped_matmul.json"
+  measured = json.loads(file.read_text())["cases"]
+  gpu = peaks.PEAKS["NVIDIA H200"]
+  for form, who, peak in (
+    ("bf16", "bf16", gpu.bf16),
+    ("mxfp8", "folded", gpu.fp8),
+  ):
+    rates = [
+      case["sustained"]["teraflops"]
+      for case in measured
+      if case["who"] == who
+      and case["way"] in ("fprop", "dgrad", "wgrad")
+      and case["sustained"]
+    ]
+    share = 1e12 * statistics.mean(rates) / peak
+    assert b200_kernels.SUSTAINED[form] == pytest.approx(share, rel=0.02)
 
 
 def test_small_tiles_starve_the_tensor_core():
