@@ -3,6 +3,8 @@
     python -m experiments.bench quantize|dequantize|swiglu|permute ...
         [--rows N] [--width N] [--samples N] [--json FILE]
     python -m experiments.bench grouped_matmul ...      see `bench_matmul`
+    python -m experiments.bench exchange ...            see `bench_exchange`
+    python -m experiments.bench pipeline ...            see `bench_pipeline`
 
 A row of the table is one `pallas_kernels.workloads.Workload`: the kernel's
 device time (median and quartiles of at least 20 samples), the bytes that it
@@ -34,7 +36,7 @@ import jax.numpy as jnp
 import rich.console
 import rich.table
 
-from experiments import bench_matmul
+from experiments import bench_exchange, bench_matmul, bench_pipeline
 from pallas_kernels import timing, workloads
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "torch")
@@ -245,8 +247,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns its exit status, 1 if a case is wrong."""
-  if bench_matmul.NAME in arguments[:1]:
-    return bench_matmul.main(arguments, origin)
+  for other in (bench_matmul, bench_exchange, bench_pipeline):
+    if other.NAME in arguments[:1]:
+      return other.main(arguments, origin)
   asked = _parse(arguments)
   if jax.devices()[0].platform != "gpu":
     print(

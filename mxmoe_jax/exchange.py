@@ -30,8 +30,9 @@ from pallas_kernels import groups, mxfp8, wire
 MxArray = mxfp8.MxArray
 MoEConfig = config_lib.MoEConfig
 
-# One slice per peer is far slower than many: XLA launches about one thread
-# block per slice. To be measured anew by the exchange benchmark.
+# XLA launches about one thread block per slice of a ragged_all_to_all. Two H200
+# over NVLink, 16,384 rows of 5,120 bf16, 1 slice a peer: 31.9 ms, 8: 4.4, 32:
+# 1.43, 128: 0.61. `experiments.bench exchange --slices` measures it anew.
 SLICES_PER_PEER = 128
 
 
@@ -52,6 +53,7 @@ class Plan:
     dropped: [E] int32, rows of all devices that had no room, per expert.
     top_k: k (static).
     axis: name of the expert axis, or None (static).
+    slices: slices that each (peer, expert) is sent in on a GPU (static).
   """
 
   slots: permute.SlotOrder
@@ -64,6 +66,34 @@ class Plan:
   dropped: jax.Array
   top_k: int = dataclasses.field(metadata=dict(static=True))
   axis: str | None = dataclasses.field(metadata=dict(static=True))
+  slices: int = dataclasses.field(metadata=dict(static=True))
+
+
+def slices_per_expert(local_experts: int,
+                      slices_per_peer: int = SLICES_PER_PEER) -> int:
+  """Slices that the rows for one expert are sent in: one, or more if few.
+
+  Args:
+    local_experts: experts of each device.
+    slices_per_peer: at least so many in all for each peer.
+  """
+  return -(-slices_per_peer // local_experts)
+
+
+def describe(config: MoEConfig, ep: int, platform: str) -> str:
+  """Which collective a wire leg is, and why; for `explain`.
+
+  Args:
+    config: the layer.
+    ep: devices of the expert axis.
+    platform: of those devices, as JAX names it.
+  """
+  if platform == "cpu":
+    return "all_gather and a local gather: XLA:CPU has no ragged_all_to_all"
+  local = config.num_experts // ep
+  slices = slices_per_expert(local)
+  return (f"ragged_all_to_all, {slices} x {local} slices a peer; a dense"
+          " all_to_all would send the worst case")
 
 
 def gather_counts(experts: jax.Array, config: MoEConfig,
@@ -76,7 +106,8 @@ def gather_counts(experts: jax.Array, config: MoEConfig,
 
 
 def make_plan(experts: jax.Array, counts: jax.Array, config: MoEConfig,
-              axis: str | None) -> Plan:
+              axis: str | None, slices_per_peer: int = SLICES_PER_PEER
+              ) -> Plan:
   """Plans the exchange; the same on every device, no communication.
 
   Args:
@@ -84,6 +115,7 @@ def make_plan(experts: jax.Array, counts: jax.Array, config: MoEConfig,
     counts: [ep, E] int32 from `gather_counts`.
     config: the layer.
     axis: name of the expert axis, or None for one device.
+    slices_per_peer: see `slices_per_expert`.
   """
   tokens, top_k = experts.shape
   ep, num_experts = counts.shape
@@ -102,8 +134,9 @@ def make_plan(experts: jax.Array, counts: jax.Array, config: MoEConfig,
                         tokens * top_k)
   home = _slot_homes(experts, slots, kept[me], first[me], land[me], rows)
   dropped = jnp.sum(by_target - kept, axis=0).reshape(-1)
+  slices = slices_per_expert(num_experts // ep, slices_per_peer)
   return Plan(slots, layout, source, home, kept, first, land, dropped, top_k,
-              axis)
+              axis, slices)
 
 
 def _keep(by_target: jax.Array, room: int) -> jax.Array:
@@ -181,7 +214,7 @@ def to_experts(x: jax.Array | MxArray, weights: jax.Array, plan: Plan,
   packed = ops.pack(x, plan.slots.order // plan.top_k,
                     groups.take_rows(weights, plan.slots.order), **fold)
   like = dataclasses.replace(x, **fold) if isinstance(x, MxArray) else x
-  return wire.unpack(_send(packed, plan), like)
+  return wire.unpack(send(packed, plan), like)
 
 
 def to_tokens(rows: jax.Array | MxArray, extra: jax.Array, plan: Plan,
@@ -202,7 +235,7 @@ def to_tokens(rows: jax.Array | MxArray, extra: jax.Array, plan: Plan,
                      groups.take_rows(extra, plan.home))
   else:
     packed = wire.pack(rows, extra)
-    values, extra = wire.unpack(_send_home(packed, plan), rows)
+    values, extra = wire.unpack(send_home(packed, plan), rows)
 
   def by_token(a):
     return a.reshape(-1, plan.top_k, *a.shape[1:])
@@ -212,15 +245,18 @@ def to_tokens(rows: jax.Array | MxArray, extra: jax.Array, plan: Plan,
   return jax.tree.map(by_token, values), by_token(extra)
 
 
-def _send(packed: jax.Array, plan: Plan) -> jax.Array:
-  """[S, stride] in expert order to [R, stride] expert-major."""
+def send(packed: jax.Array, plan: Plan) -> jax.Array:
+  """Wire rows to their experts: [S, stride] in expert order to [R, stride].
+
+  They land expert-major in aligned groups; rows between groups are zeros.
+  """
   return lax.platform_dependent(
       packed, cpu=lambda w: _gather(w, plan.source, plan.axis),
       default=lambda w: _ragged_send(w, plan))
 
 
-def _send_home(packed: jax.Array, plan: Plan) -> jax.Array:
-  """[R, stride] expert-major to [S, stride] in slot order."""
+def send_home(packed: jax.Array, plan: Plan) -> jax.Array:
+  """Wire rows home: [R, stride] expert-major to [S, stride] in slot order."""
   return lax.platform_dependent(
       packed, cpu=lambda w: _gather(w, plan.home, plan.axis),
       default=lambda w: _ragged_return(w, plan))
@@ -238,31 +274,29 @@ def _ragged_send(packed: jax.Array, plan: Plan) -> jax.Array:
   """Dispatch by ragged_all_to_all, a slice (or more) per expert."""
   me = lax.axis_index(plan.axis)
   out = jnp.zeros((plan.layout.rows, packed.shape[1]), jnp.uint8)
-  return _ragged(packed, out, plan.axis, read=plan.first[me],
-                 send=plan.kept[me], write=plan.land[me],
-                 receive=plan.kept[:, me])
+  return _ragged(packed, out, plan, read=plan.first[me], rows=plan.kept[me],
+                 write=plan.land[me], receive=plan.kept[:, me])
 
 
 def _ragged_return(packed: jax.Array, plan: Plan) -> jax.Array:
   """The way home by ragged_all_to_all, put back into slot order."""
   me = lax.axis_index(plan.axis)
   out = jnp.zeros((plan.home.shape[0], packed.shape[1]), jnp.uint8)
-  out = _ragged(packed, out, plan.axis, read=plan.land[:, me],
-                send=plan.kept[:, me], write=plan.first[:, me],
+  out = _ragged(packed, out, plan, read=plan.land[:, me],
+                rows=plan.kept[:, me], write=plan.first[:, me],
                 receive=plan.kept[me])
   held = jnp.where(plan.home >= 0, plan.slots.place, -1)
   return groups.take_rows(out, held)
 
 
-def _ragged(packed: jax.Array, out: jax.Array, axis: str | None, *, read,
-            send, write, receive) -> jax.Array:
+def _ragged(packed: jax.Array, out: jax.Array, plan: Plan, *, read, rows,
+            write, receive) -> jax.Array:
   """One ragged_all_to_all; offsets and sizes are [ep, L], in rows.
 
-  XLA launches about one thread block per slice, so a slice per (peer, expert)
-  is split further until a peer has `SLICES_PER_PEER`.
+  A slice per (peer, expert) is split further into `Plan.slices`.
   """
-  assert axis is not None
-  parts = -(-SLICES_PER_PEER // send.shape[1])
+  assert plan.axis is not None
+  parts = plan.slices
   part = jnp.arange(parts, dtype=jnp.int32)
 
   def split(offset, size):
@@ -270,8 +304,8 @@ def _ragged(packed: jax.Array, out: jax.Array, axis: str | None, *, read,
     length = jnp.clip(size[..., None] - step, 0, -(-size // parts)[..., None])
     return (offset[..., None] + step).reshape(-1), length.reshape(-1)
 
-  read, send_sizes = split(read, send)
-  write, _ = split(write, send)
+  read, send_sizes = split(read, rows)
+  write, _ = split(write, rows)
   _, receive_sizes = split(receive, receive)
   return lax.ragged_all_to_all(packed, out, read, send_sizes, write,
-                               receive_sizes, axis_name=axis)
+                               receive_sizes, axis_name=plan.axis)

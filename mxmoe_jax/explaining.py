@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mxmoe_jax import arguments, layer, residuals
+from mxmoe_jax import arguments, exchange, layer, residuals
 from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
 from mxmoe_jax import sharding as sharding_lib
@@ -99,14 +99,15 @@ def explain(config: MoEConfig, tokens: int, *,
   kept, forward, backward = _trace(config, local, device)
   per_row = residuals.bytes_per_row(kept)
   rows = config.buffer_rows(local, ep)
+  platform = (device or backend_lib.default_device()).platform
   return Explanation(
-      passes=(*_legs(config, ep, forward, "dispatch"),
+      passes=(*_legs(config, ep, platform, forward, "dispatch"),
               *_forward_passes(config.recipe, forward),
-              *_legs(config, ep, forward, "combine"),
+              *_legs(config, ep, platform, forward, "combine"),
               *_between("forward", forward),
-              *_legs(config, ep, backward, "combine_grad"),
+              *_legs(config, ep, platform, backward, "combine_grad"),
               *_backward_passes(config.recipe, backward),
-              *_legs(config, ep, backward, "dispatch_grad"),
+              *_legs(config, ep, platform, backward, "dispatch_grad"),
               *_between("backward", backward)),
       buffer_bytes=_buffers(config, local, ep, rows, per_row),
       saved_bytes_per_row=per_row, rows=rows, tokens=local,
@@ -198,7 +199,7 @@ def _between(name: str, heard: _Heard) -> tuple[Pass, ...]:
   return tuple(steps)
 
 
-def _legs(config: MoEConfig, ep: int, heard: _Heard,
+def _legs(config: MoEConfig, ep: int, platform: str, heard: _Heard,
           name: str) -> tuple[Pass, ...]:
   """A wire leg: its quantize, if it has one, and its permutation or wire."""
   precision = getattr(config.recipe, name)
@@ -214,8 +215,8 @@ def _legs(config: MoEConfig, ep: int, heard: _Heard,
   else:
     stride = wire.stride(config.d_model, precision)
     steps.append(Pass(f"{name} wire", precision, "collective",
-                      f"{stride} bytes a row over {ep} devices"
-                      " (ragged_all_to_all on GPUs, all_gather on CPU)"))
+                      f"{stride} bytes a row over {ep} devices: "
+                      + exchange.describe(config, ep, platform)))
   return tuple(steps)
 
 
