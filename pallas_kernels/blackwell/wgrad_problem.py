@@ -1,7 +1,7 @@
 """What one call of Blackwell's grouped wgrad computes, and its memory."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -12,6 +12,35 @@ from pallas_kernels.blackwell import wgrad_tile
 
 DEPTH, LANES = wgrad_tile.DEPTH, wgrad_tile.LANES
 SCALE = jnp.float8_e8m0fnu
+
+
+class Tiled(Protocol):
+  """What the roles that matmuls share ask of a problem; see `Problem`."""
+
+  @property
+  def tile(self) -> wgrad_tile.WgradTile:
+    """The schedule."""
+    ...
+
+  @property
+  def out_dtype(self) -> Any:
+    """float32 or bf16."""
+    ...
+
+  @property
+  def accumulate(self) -> bool:
+    """Adds to what an array holds."""
+    ...
+
+  @property
+  def chunk(self) -> int:
+    """Columns that the epilogue stores at a time."""
+    ...
+
+  @property
+  def chunks(self) -> int:
+    """Chunks of a tile."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

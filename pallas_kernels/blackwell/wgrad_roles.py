@@ -9,13 +9,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.blackwell import wgrad_shared, wgrad_tile
-from pallas_kernels.blackwell.wgrad_problem import Problem
+from pallas_kernels.blackwell.wgrad_problem import Problem, Tiled
 from pallas_kernels.blackwell.wgrad_shared import Memory
 
 DEPTH, LANES = wgrad_tile.DEPTH, wgrad_tile.LANES
 
 
-def await_empty(memory: Memory, step: jax.Array, problem: Problem) -> None:
+def await_empty(memory: Memory, step: jax.Array, problem: Tiled) -> None:
   """Waits until the slot of ``step`` was multiplied, if it was ever loaded."""
   stages = problem.tile.stages
 
@@ -24,7 +24,7 @@ def await_empty(memory: Memory, step: jax.Array, problem: Problem) -> None:
     plgpu.barrier_wait(memory.empty.at[lax.rem(step, jnp.int32(stages))])
 
 
-def drain_slots(memory: Memory, steps: jax.Array, problem: Problem) -> None:
+def drain_slots(memory: Memory, steps: jax.Array, problem: Tiled) -> None:
   """Waits until all slots were multiplied: the peer arrives at our barriers."""
   stages = problem.tile.stages
   first = jnp.maximum(steps - stages, 0)
@@ -80,7 +80,7 @@ def load_tiles(memory: Memory, problem: Problem) -> None:
   drain_slots(memory, steps, problem)
 
 
-def scale_columns(memory: Memory, slot: int, problem: Problem):
+def scale_columns(memory: Memory, slot: int, problem: Tiled):
   """The columns of a slot's scales: of lhs and of rhs.
 
   Columns of 128 rows are parts of one allocation, which is rounded up; those of

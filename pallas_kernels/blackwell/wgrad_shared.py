@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.blackwell.wgrad_problem import Problem
+from pallas_kernels.blackwell.wgrad_problem import Problem, Tiled
 
 PAIR = "cta"  # the cluster axis
 CLUSTERS = "cluster"  # the grid axis
@@ -110,7 +110,7 @@ def each_tile(
   )(visit)
 
 
-def previous_turn(memory: Memory, turn: jax.Array, problem: Problem) -> None:
+def previous_turn(memory: Memory, turn: jax.Array, problem: Tiled) -> None:
   """Waits until the tile whose columns ``turn`` overwrites has been read."""
   before = turn - problem.tile.lag
 
@@ -120,13 +120,13 @@ def previous_turn(memory: Memory, turn: jax.Array, problem: Problem) -> None:
     plgpu.barrier_wait(memory.free.at[slot])
 
 
-def drain_turns(memory: Memory, turns: jax.Array, problem: Problem) -> None:
+def drain_turns(memory: Memory, turns: jax.Array, problem: Tiled) -> None:
   """Waits until the last tiles have been read, in both CTAs."""
   for i in range(problem.tile.lag):
     previous_turn(memory, turns + i, problem)
 
 
-def accumulator(memory: Memory, turn: jax.Array, problem: Problem):
+def accumulator(memory: Memory, turn: jax.Array, problem: Tiled):
   """The sums of a tile, [128, rhs] float32 in tensor memory."""
   tile = problem.tile
   if tile.accumulators == 1:

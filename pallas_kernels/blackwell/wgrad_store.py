@@ -9,13 +9,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.blackwell import wgrad_shared, wgrad_tile
-from pallas_kernels.blackwell.wgrad_problem import Problem
+from pallas_kernels.blackwell.wgrad_problem import Problem, Tiled
 from pallas_kernels.blackwell.wgrad_shared import Memory, Tile
 
 LANES = wgrad_tile.LANES
 
 
-def chunk_order(turn: jax.Array, i: int, problem: Problem) -> jax.Array:
+def chunk_order(turn: jax.Array, i: int, problem: Tiled) -> jax.Array:
   """Which chunk of columns is stored as the i-th of a tile.
 
   The ones that both accumulators hold first: the last of the first accumulator,
@@ -27,7 +27,7 @@ def chunk_order(turn: jax.Array, i: int, problem: Problem) -> jax.Array:
   return jnp.where(turn == 0, last - i, i)
 
 
-def release_after(problem: Problem) -> int:
+def release_after(problem: Tiled) -> int:
   """The chunk after whose load another tile may overwrite what it must."""
   if problem.tile.shared:
     return problem.tile.shared // problem.chunk - 1
@@ -50,7 +50,7 @@ def fetch(memory: Memory, where: Any, i: int, problem: Problem) -> None:
   )
 
 
-def store_chunk(memory: Memory, value, where, i: int, problem: Problem) -> None:
+def store_chunk(memory: Memory, value, where, i: int, problem: Tiled) -> None:
   """Stores the i-th chunk of a tile through its buffer."""
   slot = i % problem.tile.buffers
   chunk = memory.chunks.at[slot]
