@@ -154,6 +154,49 @@ def step_clocks(tile: Tile, form: str) -> dict[str, float]:
   }
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+  """One step of 128 of K in one of the kernels' tiles.
+
+  Attributes:
+    tile: Its name.
+    stages: Steps in flight.
+    mmas: Block-scaled MMAs, each 32 of K.
+    scale_copies: Copies of scales to tensor memory.
+    clocks: Of one SM, by what could bound it.
+    smem_bytes: Shared memory of a CTA.
+    tmem_columns: Columns of tensor memory, of 512.
+  """
+
+  tile: str
+  stages: int
+  mmas: int
+  scale_copies: int
+  clocks: dict[str, float]
+  smem_bytes: int
+  tmem_columns: int
+
+
+def steps() -> list[Step]:
+  """What the kernels' tiles do in a step, widest tile first."""
+  found = []
+  for width, depth in ((256, 256), (128, 256), (128, 128)):
+    chosen = wgrad_tile.default_tile(depth, width, accumulate=False)
+    tile = Tile(rows=chosen.lhs, columns=chosen.rhs, ctas=chosen.ctas)
+    found.append(
+      Step(
+        tile=tile.name,
+        stages=chosen.stages,
+        mmas=STEP // mxfp8.BLOCK,
+        scale_copies=1 + chosen.rhs // 128,
+        clocks=step_clocks(tile, "mxfp8"),
+        smem_bytes=chosen.smem_bytes,
+        tmem_columns=chosen.accumulator_columns + chosen.scale_columns,
+      )
+    )
+  return found
+
+
 def _matmul(
   name: str,
   form: str,

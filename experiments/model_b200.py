@@ -116,6 +116,22 @@ def published_table() -> list[str]:
   )  # fmt: skip
 
 
+def step_table() -> list[str]:
+  """What the kernels' tiles do in one step of 128 of K."""
+  limits = ("tensor core", "shared memory", "L2")
+  head = ("tile", "stages", "MMAs", "scale copies", *limits,
+          "shared memory, bytes", "tensor memory, columns")  # fmt: skip
+  return table(
+    head,
+    (
+      (step.tile, str(step.stages), str(step.mmas), str(step.scale_copies),
+       *(number(step.clocks[limit]) for limit in limits),
+       f"{step.smem_bytes:,}", str(step.tmem_columns))
+      for step in b200_kernels.steps()
+    ),
+  )  # fmt: skip
+
+
 def leg_table() -> list[str]:
   """The legs of the exchange of the shown layer."""
   rows = []
@@ -180,6 +196,14 @@ def page() -> str:
     "",
     *kernel_table(shown.weights),
     "",
+    f"## One step of a matmul, clocks of an SM {label}",
+    "",
+    "128 of K in the tiles that the kernels choose from, MXFP8. Instructions "
+    "are of the tensor core's one thread for both CTAs of a pair; "
+    "`python -m pallas_kernels.aot --target b200` counts what was compiled.",
+    "",
+    *step_table(),
+    "",
     f"## The exchange between {b200_layer.EP} devices {label}",
     "",
     f"The same layer. What a device sends to the other {b200_layer.EP - 1}.",
@@ -228,6 +252,7 @@ def report() -> dict[str, Any]:
       | _totals(x)
       for x in grid
     ],
+    "steps": [dataclasses.asdict(step) for step in b200_kernels.steps()],
     "kernels_us": {form: dataclasses.asdict(x) for form, x in shown.items()},
     "against_published": [
       dataclasses.asdict(c) | {"ratio": round(c.ratio, 3)}

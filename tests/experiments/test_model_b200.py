@@ -8,6 +8,7 @@ import pytest
 
 from experiments import b200_kernels, b200_layer, b200_published, model_b200
 from pallas_kernels import cases, peaks
+from pallas_kernels.blackwell import wgrad_tile
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs/b200_model.md"
@@ -91,6 +92,15 @@ def test_small_tiles_starve_the_tensor_core():
     slowest = max(clocks.values()) / clocks["tensor core"]
     assert 1.0 <= slowest < most
   assert max(single.values()) > 1.9 * single["tensor core"]
+
+
+def test_steps_are_of_the_kernels_tiles():
+  found = b200_kernels.steps()
+  assert [(s.mmas, s.scale_copies) for s in found] == [(4, 3), (4, 2), (4, 2)]
+  assert len({s.tile for s in found}) == len(found)
+  for step in found:
+    assert step.smem_bytes <= wgrad_tile.SMEM_BYTES
+    assert step.tmem_columns <= wgrad_tile.TMEM_COLUMNS
 
 
 @pytest.mark.parametrize("form", ["bf16", "mxfp8"])
