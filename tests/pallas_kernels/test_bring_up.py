@@ -276,3 +276,16 @@ def test_paths_are_shortened():
   said = 'File "/usr/lib/python3/site-packages/jax/core.py", line 3'
   assert bring_up_process.scrub(said) == 'File ".../jax/core.py", line 3'
   assert bring_up_process.scrub("a/b 3/4 f(x)/y") == "a/b 3/4 f(x)/y"
+
+
+def test_a_kept_report_holds_no_failure():
+  kept = ROOT / "experiments/results/nvidia_h200/bring_up.json"
+  content = json.loads(kept.read_text())
+  assert content["command"].startswith("python -m pallas_kernels.bring_up")
+  assert content["device"]["kind"] == "NVIDIA H200"
+  assert content["versions"]["jax"]
+  outcomes = [check["outcome"] for check in content["checks"]]
+  assert content["summary"]["passed"] == outcomes.count("passed")
+  for check in content["checks"]:
+    assert check["outcome"] == "passed" or check["why"]
+    assert check["outcome"] in ("passed", "skipped")
