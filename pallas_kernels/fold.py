@@ -150,6 +150,11 @@ def _call(
   return call(*inputs.values()).reshape(rows, -1)
 
 
+def _kept(top: jax.Array) -> jax.Array:
+  """A number of each row, which XLA then does not look up for each block."""
+  return lax.optimization_barrier(top)
+
+
 def _folded(data: jax.Array, top: jax.Array) -> MxArray:
   """Folded rows of codes [.., K] and their scales [..]."""
   shape = (*data.shape[:-1], data.shape[-1] // mxfp8.BLOCK)
@@ -207,7 +212,7 @@ def take(
   check(x.shape, x.axis, x.block)
   top, ring = _top(x.scale), dict(slot_bytes=slot_bytes, stages=stages)
   data = _call(x, top, source, None, **ring, interpret=interpret)
-  return _folded(data, groups.take_rows(top, source))
+  return _folded(data, _kept(groups.take_rows(top, source)))
 
 
 def take_wire(
@@ -237,7 +242,7 @@ def take_wire(
   weights = lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.uint8)
   spare = stride - x.shape[1] - blocks - weights.shape[1]
   tail = [
-    jnp.broadcast_to(top[row, None], (slots, blocks)),
+    jnp.broadcast_to(_kept(top[row])[:, None], (slots, blocks)),
     weights,
     jnp.zeros((slots, spare), jnp.uint8),
   ]
