@@ -162,8 +162,8 @@ def run_all(
   """Runs what was asked for; prints the table as it goes.
 
   Raises:
-    WorkerError: No process can be started.
-    TimeoutError: A process cannot be ended.
+    WorkerError: Not even the first process can be started.
+    TimeoutError: The last process cannot be ended.
   """
   findings: list[Finding] = []
   with bring_up_process.Runner(table, asked.timeout) as runner:
@@ -173,6 +173,8 @@ def run_all(
     module = importlib.import_module(table)
     checks = select(module.checks(capability), asked.kernels, asked.quick)
     command = command_of(asked)
+    if device["platform"] != "gpu":
+      print("JAX found no GPU: what it can interpret runs; nothing is proven.")
     print(f"{device}\n{heading()}", flush=True)
 
     def add(finding: Finding) -> None:

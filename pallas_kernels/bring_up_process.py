@@ -176,11 +176,7 @@ class Runner:
       worker.stop()
 
   def run(self, check: Check) -> Finding:
-    """Runs a check; whatever becomes of the worker is its finding.
-
-    Raises:
-      TimeoutError: The worker cannot be ended.
-    """
+    """Runs a check; whatever becomes of the worker is its finding."""
     start = time.monotonic()
     try:
       if self._worker is None:
@@ -191,11 +187,13 @@ class Runner:
       self._starts = 0
       return self._ask(check)
     except WorkerError as error:
+      outcome, why = error.outcome, str(error)
+    try:
       self._stop()
-      seconds = round(time.monotonic() - start, 2)
-      return bring_up_check.finding(
-        check, error.outcome, why=str(error), seconds=seconds
-      )
+    except TimeoutError as stuck:  # it still holds the GPU
+      self._starts, why = STARTS, f"{why}; {stuck}"
+    seconds = round(time.monotonic() - start, 2)
+    return bring_up_check.finding(check, outcome, why=why, seconds=seconds)
 
   def _ask(self, check: Check) -> Finding:
     assert self._worker is not None

@@ -100,6 +100,7 @@ def test_a_quick_run_on_a_cpu_passes_and_says_what_it_skipped(capsys):
   words = ["--kernels", "both linear", "requantize", "permute", "grouped"]
   assert bring_up.main(["--quick", *words]) == 0
   lines = capsys.readouterr().out.splitlines()
+  assert "JAX found no GPU" in lines[0]
   assert any("quantize both linear" in x and "passed" in x for x in lines)
   for name in ("permute pack", "hopper grouped_matmul", "blackwell grouped_wg"):
     chosen = [line for line in lines if line.startswith(name)]
@@ -111,6 +112,33 @@ def test_a_quick_run_on_a_cpu_passes_and_says_what_it_skipped(capsys):
 def test_a_worker_that_cannot_start_is_said(capsys):
   assert bring_up.main([], table="tests.pallas_kernels.no_such_table") == 1
   assert "No module named" in capsys.readouterr().err
+
+
+def test_a_process_that_cannot_be_ended_is_said(monkeypatch):
+  class Stuck:
+    def __init__(self, table, folder):
+      del table, folder
+
+    def await_field(self, field, timeout):
+      del field, timeout
+      return {"platform": "gpu"}
+
+    def ask(self, check, timeout):
+      raise bring_up_process.WorkerError("hung", f"{check.name}: {timeout}")
+
+    def stop(self):
+      raise TimeoutError("it does not end")
+
+  monkeypatch.setattr(bring_up_process, "Worker", Stuck)
+  good = subjects.check("good", subjects.double)
+  with bring_up_process.Runner(SUBJECTS, 1.0) as runner:
+    first, second = runner.run(good), runner.run(good)
+  assert (first.outcome, first.why) == (
+    "hung",
+    "good, 64: 1.0; it does not end",
+  )
+  assert second.outcome == "failed"
+  assert second.why.startswith("not run")
 
 
 def test_a_result_that_moves_is_wrong():
