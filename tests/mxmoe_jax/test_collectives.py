@@ -1,4 +1,4 @@
-"""The sharded layer, compiled for eight B200s on a machine that has none.
+"""The sharded layer, compiled for eight GPUs on a machine that has none.
 
 Its HLO holds exactly the collectives that the recipe promises, with their
 dtypes and bytes. Needs the `aot` extra (the CUDA compiler plug-in).
@@ -32,12 +32,12 @@ SHAPE = re.compile(r"\b([a-z]+\d+)\[([\d,]*)\]")
 EXPERT_BYTES = EXPERTS // EP * 3 * D_MODEL * D_FF  # elements, one device
 
 
-@pytest.fixture(scope="module")
-def mesh():
+@pytest.fixture(scope="module", params=["b200", "h200"])
+def mesh(request):
   target = importlib.resources.files("pallas_kernels") / "targets"
   topology = topologies.get_topology_desc(
       platform="cuda", topology="1x1x8",
-      target_config=(target / "b200.txtpb").read_text())
+      target_config=(target / f"{request.param}.txtpb").read_text())
   devices = np.array(topology.devices).reshape(DATA, EP)
   return jax.sharding.Mesh(devices, ("data", "expert"))
 
