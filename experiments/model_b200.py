@@ -145,17 +145,66 @@ def leg_table() -> list[str]:
   return table(("leg", "GB sent", "bound us", "expected us"), rows)
 
 
-def page() -> str:
-  """The text of ``docs/b200_model.md``."""
-  shown = layer(SHOWN_MODEL, SHOWN_ROWS, SHOWN_EXPERTS, "mxfp8")
+SUFFIX = f"({LABEL})"
+
+
+def _layers() -> list[str]:
+  """The sections on whole layers."""
   every = [
     (model, rows, SHOWN_EXPERTS)
     for model in alike()
     for rows in cases.ROWS_PER_DEVICE
   ]
   local = [(SHOWN_MODEL, SHOWN_ROWS, n) for n in cases.LOCAL_EXPERTS]
+  return [
+    f"## Layers, ms {SUFFIX}",
+    "",
+    "`x` is bf16 over MXFP8. Weights are prepared once for each change of "
+    "them, and the exchange is below; neither is in these times.",
+    "",
+    *layer_table(every),
+    "",
+    f"## Local experts, ms {SUFFIX}",
+    "",
+    *layer_table(local),
+    "",
+  ]
+
+
+def _kernels() -> list[str]:
+  """The sections on the kernels and the wire of one layer."""
+  shown = layer(SHOWN_MODEL, SHOWN_ROWS, SHOWN_EXPERTS, "mxfp8")
   at = f"{SHOWN_MODEL}, {SHOWN_ROWS:,} rows, {SHOWN_EXPERTS} local experts"
-  label = f"({LABEL})"
+  parts = (
+    ("Forward:", shown.forward),
+    ("Backward:", shown.backward),
+    ("Weights, once for each change of them:", shown.weights),
+  )
+  lines = [f"## Kernels {SUFFIX}", "", f"The MXFP8 recipe at {at}.", ""]
+  for name, kernels in parts:
+    lines += [name, "", *kernel_table(kernels), ""]
+  return [
+    *lines,
+    f"## One step of a matmul, clocks of an SM {SUFFIX}",
+    "",
+    "128 of K in the tiles that the kernels choose from, MXFP8. Instructions "
+    "are of the tensor core's one thread for both CTAs of a pair. The compile "
+    "check (`python -m pallas_kernels.aot --target b200`) finds them: 20 MMAs "
+    "and 15 copies of scales for the five stages of 256x256.",
+    "",
+    *step_table(),
+    "",
+    f"## The exchange between {b200_layer.EP} devices {SUFFIX}",
+    "",
+    f"The same layer. What a device sends to the other {b200_layer.EP - 1}.",
+    "",
+    *leg_table(),
+    "",
+  ]
+
+
+def page() -> str:
+  """The text of ``docs/b200_model.md``."""
   lines = [
     "# What a B200 should do: a model, not a measurement",
     "",
@@ -169,52 +218,12 @@ def page() -> str:
     "",
     *(f"- {text}" for text in b200_kernels.ASSUMPTIONS),
     "",
-    f"## Layers, ms {label}",
-    "",
-    "`x` is bf16 over MXFP8. Weights are prepared once for each change of "
-    "them, and the exchange is below; neither is in these times.",
-    "",
-    *layer_table(every),
-    "",
-    f"## Local experts, ms {label}",
-    "",
-    *layer_table(local),
-    "",
-    f"## Kernels {label}",
-    "",
-    f"The MXFP8 recipe at {at}.",
-    "",
-    "Forward:",
-    "",
-    *kernel_table(shown.forward),
-    "",
-    "Backward:",
-    "",
-    *kernel_table(shown.backward),
-    "",
-    "Weights, once for each change of them:",
-    "",
-    *kernel_table(shown.weights),
-    "",
-    f"## One step of a matmul, clocks of an SM {label}",
-    "",
-    "128 of K in the tiles that the kernels choose from, MXFP8. Instructions "
-    "are of the tensor core's one thread for both CTAs of a pair. The compile "
-    "check (`python -m pallas_kernels.aot --target b200`) finds them: 20 MMAs "
-    "and 15 copies of scales for the five stages of 256x256.",
-    "",
-    *step_table(),
-    "",
-    f"## The exchange between {b200_layer.EP} devices {label}",
-    "",
-    f"The same layer. What a device sends to the other {b200_layer.EP - 1}.",
-    "",
-    *leg_table(),
-    "",
+    *_layers(),
+    *_kernels(),
     "## The model against what others measured on B200s",
     "",
     "`published` was measured by its source; `model` is what this model says "
-    f"of the same work {label}. The ratio is how much faster the model is: "
+    f"of the same work {SUFFIX}. The ratio is how much faster the model is: "
     "above 1, it promises more than others have reached.",
     "",
     *published_table(),
