@@ -13,6 +13,7 @@ and when three more calls give the same bits: an error that moves is a race.
 from collections.abc import Callable
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import jax
@@ -239,5 +240,5 @@ def compare(got: Any, want: Any, limits: Limits) -> Verdict:
 
 
 def worse(a: float, b: float) -> float:
-  """The larger of two errors; NaN counts as infinite."""
-  return max(a, math.inf if math.isnan(b) else b)
+  """The larger of two errors; NaN and infinity as the largest JSON can say."""
+  return max(a, b if math.isfinite(b) else sys.float_info.max)

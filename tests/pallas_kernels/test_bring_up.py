@@ -196,6 +196,7 @@ class TestVerdicts:
     found = bring_up_check.compare(want.at[3].add(bad), want, limits)
     assert not found.ok
     assert found.element > limits.element
+    json.dumps(found.element, allow_nan=False)
     assert "result 0: relative error" in found.why
 
   def test_other_shapes(self):
