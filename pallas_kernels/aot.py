@@ -39,6 +39,7 @@ from pallas_kernels import (
   aot_listing,
   dequantize,
   fold,
+  gather_quantize,
   mosaic,
   permute,
   quantize,
@@ -114,7 +115,7 @@ def load_target(name: str) -> Target:
 def kernels(target: Target) -> list[mosaic.Variant]:
   """Every kernel in every tile choice that the library can select."""
   modules = (
-    *(quantize, dequantize, requantize, permute, fold),
+    *(quantize, dequantize, requantize, permute, fold, gather_quantize),
     *(swiglu, swiglu_rows),
     *(hopper_grouped_matmul, hopper_grouped_wgrad, hopper_wgrad_folded),
     *(blackwell_grouped_matmul, blackwell_grouped_wgrad),

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from pallas_kernels import (
   cases,
   dequantize,
+  gather_quantize,
   groups,
   mxfp8,
   permute,
@@ -258,42 +259,35 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
   def pack_make():
     return arrays(), jnp.maximum(source(), 0), weights()
 
+  def rows_make():
+    return arrays(), source()
+
+  def numbers_make():
+    return workload.normal(0, (rows, width)), source()
+
+  def one(variant, make, run, meaning, **more):
+    return Workload(
+      variant=variant, make=make, run=run, meaning=meaning, **common | more
+    )
+
+  part = functools.partial
   return [
-    Workload(
-      variant="arrays", make=lambda: (arrays(), source()),
-      run=permute.permute, meaning=permute_meaning, bar=0.80, **common,
-    ),
-    Workload(
-      variant="packed rows",
-      make=lambda: (reference.pack(*pack_make()), source()), run=wire_run,
-      meaning=functools.partial(_unpacked, width=width), bar=0.80, **common,
-    ),
-    Workload(
-      variant="pack", make=pack_make, run=permute.pack, meaning=reference.pack,
-      **common,
-    ),
-    Workload(
-      variant="arrays, folded", make=lambda: (arrays(), source()),
-      run=functools.partial(permute.permute, folded=True),
-      meaning=functools.partial(reference.take_rows, folded=True), **common,
-    ),
-    Workload(
-      variant="pack, folded", make=pack_make,
-      run=functools.partial(permute.pack, folded=True),
-      meaning=functools.partial(reference.pack, folded=True), **common,
-    ),
-    Workload(
-      variant="bf16, then quantize both",
-      make=lambda: (workload.normal(0, (rows, width)), source()),
-      run=permute.gather_quantize, meaning=_taken_both, **common,
-    ),
-    Workload(
-      variant="rows to columns",
-      make=lambda: (arrays().with_layout("blocked"),),
-      run=functools.partial(requantize.requantize, layout="blocked"),
-      meaning=lambda x: reference.requantize(x, -2, layout="blocked"),
-      kernel="requantize", rows=rows, width=width,
-    ),
+    one("arrays", rows_make, permute.permute, permute_meaning, bar=0.80),
+    one("packed rows", lambda: (reference.pack(*pack_make()), source()),
+        wire_run, part(_unpacked, width=width), bar=0.80),
+    one("pack", pack_make, permute.pack, reference.pack),
+    one("arrays, folded", rows_make, part(permute.permute, folded=True),
+        part(reference.take_rows, folded=True)),
+    one("pack, folded", pack_make, part(permute.pack, folded=True),
+        part(reference.pack, folded=True)),
+    one("bf16, then quantize both", numbers_make, permute.gather_quantize,
+        _taken_both),
+    one("bf16 to both at once", numbers_make, gather_quantize.gather_quantize,
+        _taken_both),
+    one("rows to columns", lambda: (arrays().with_layout("blocked"),),
+        part(requantize.requantize, layout="blocked"),
+        lambda x: reference.requantize(x, -2, layout="blocked"),
+        kernel="requantize"),
   ]  # fmt: skip
 
 
