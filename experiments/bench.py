@@ -3,6 +3,7 @@
     python -m experiments.bench quantize|dequantize|swiglu|permute ...
         [--rows N] [--width N] [--samples N] [--json FILE]
     python -m experiments.bench grouped_matmul ...      see `bench_matmul`
+    python -m experiments.bench moe_layer ...           see `bench_moe_layer`
     python -m experiments.bench exchange ...            see `bench_exchange`
     python -m experiments.bench pipeline ...            see `bench_pipeline`
 
@@ -36,7 +37,12 @@ import jax.numpy as jnp
 import rich.console
 import rich.table
 
-from experiments import bench_exchange, bench_matmul, bench_pipeline
+from experiments import (
+  bench_exchange,
+  bench_matmul,
+  bench_moe_layer,
+  bench_pipeline,
+)
 from pallas_kernels import timing, workloads
 
 PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "torch")
@@ -247,7 +253,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns its exit status, 1 if a case is wrong."""
-  for other in (bench_matmul, bench_exchange, bench_pipeline):
+  others = (bench_matmul, bench_moe_layer, bench_exchange, bench_pipeline)
+  for other in others:
     if other.NAME in arguments[:1]:
       return other.main(arguments, origin)
   asked = _parse(arguments)
