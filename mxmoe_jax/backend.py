@@ -26,8 +26,13 @@ Generation = Literal["hopper", "blackwell"]
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-  """The operations of the pipeline, with the signatures of `reference`."""
+  """The operations of the pipeline, with the signatures of `reference`.
 
+  Attributes:
+    generation: whose kernels may run them; None if plain jnp alone does.
+  """
+
+  generation: Generation | None
   quantize: Callable[..., Any]
   views: Callable[..., reference.Views]
   requantize: Callable[..., Any]
@@ -40,7 +45,8 @@ class Ops:
   swiglu_backward_quantize: Callable[..., tuple[reference.Views, jax.Array]]
 
 
-OPERATIONS = tuple(f.name for f in dataclasses.fields(Ops))
+OPERATIONS = tuple(f.name for f in dataclasses.fields(Ops)
+                   if f.name != "generation")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +80,6 @@ def generation(capability: str | None) -> Generation | None:
   return known.get(capability)
 
 
-def _kernels(device: Any) -> dict[str, Callable[..., Any]]:
-  """The kernels of a device's generation, by operation."""
-  known = generation(device_capability(device))
-  return {} if known is None else mosaic_ops.kernels(known)
 
 
 def default_device() -> Any:
@@ -137,10 +139,12 @@ def select(backend: str, device: Any = None,
     raise NotImplementedError(
         f"backend='mosaic': {obstacle}. Use backend='xla', or 'auto', which"
         " takes kernels where they run.")
-  kernels = _kernels(device)
-  return Ops(**{name: functools.partial(
+  runs = None if obstacle else generation(device_capability(device))
+  kernels = mosaic_ops.kernels(runs) if runs else {}
+  calls: dict[str, Any] = {name: functools.partial(
       _run, name, kernels.get(name), obstacle, backend == "mosaic", listen)
-                for name in OPERATIONS})
+                           for name in OPERATIONS}
+  return Ops(generation=runs, **calls)
 
 
 def _run(name: str, kernel: Callable[..., Any] | None, obstacle: str | None,

@@ -256,7 +256,8 @@ def watch(ops: backend_lib.Ops, seen: Callable[..., None]) -> backend_lib.Ops:
 
     return call
 
-  return backend_lib.Ops(**{n: watched(n) for n in backend_lib.OPERATIONS})
+  calls = {name: watched(name) for name in backend_lib.OPERATIONS}
+  return dataclasses.replace(ops, **calls)
 
 
 class _Listener:

@@ -58,7 +58,7 @@ def activate(pre: jax.Array | MxArray, row_weights: jax.Array, params: dict,
   return stage.ops.swiglu_quantize(
       pre, row_weights, layout, form=stage.config.swiglu,
       bias=_up_bias(params), rounding=recipe.rounding,
-      **stage.wanted(*precisions))
+      **stage.wanted(*precisions, kept=rows))
 
 
 def down(hidden: Views, row_weights: jax.Array, params: dict,

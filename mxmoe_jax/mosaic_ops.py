@@ -32,19 +32,16 @@ def views(x: jax.Array, *, rows: mxfp8.Layout | None = "linear",
           rounding: mxfp8.Rounding = "rceil", dtype: Any = mxfp8.E4M3,
           folded: bool = False) -> Views:
   """`reference.views`: both in one read of x."""
-  if folded:
-    raise NotImplementedError(
-        "quantize kernel: rows are folded where they are permuted, not where"
-        " bf16 rows from a wire are quantized. Use a recipe with MXFP8"
-        " dispatch and combine_grad, or backend=\"xla\".")
   if rows is not None and columns is not None:
     made = quantize_kernel.quantize_both(
-        x, rounding=rounding, dtype=dtype, layouts=(rows, columns))
+        x, rounding=rounding, dtype=dtype, layouts=(rows, columns),
+        folded=folded)
   else:
     asked: tuple[tuple[int, mxfp8.Layout | None], ...] = (
         (-1, rows), (-2, columns))
     one = {axis: quantize_kernel.quantize(x, axis, rounding=rounding,
-                                          dtype=dtype, layout=layout)
+                                          dtype=dtype, layout=layout,
+                                          folded=folded and axis == -1)
            for axis, layout in asked if layout is not None}
     made = one.get(-1), one.get(-2)
   return Views(made[0], made[1], x if plain else None)

@@ -7,6 +7,7 @@
 Legend: R rows, K contracted, N produced, G groups.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -20,9 +21,41 @@ MxArray = mxfp8.MxArray
 Recipe = config_lib.Recipe
 
 
+@dataclasses.dataclass(frozen=True)
+class Form:
+  """How MXFP8 that is made for a matmul lies; the numbers do not depend on it.
+
+  Attributes:
+    layout: of the scales, "linear" or "blocked".
+    folded: one scale a row (`reference.fold`): this does round.
+  """
+
+  layout: mxfp8.Layout = "linear"
+  folded: bool = False
+
+
+LINEAR = Form()
+
+
+def read_form(ops: backend_lib.Ops, axis: int, folded: bool = False) -> Form:
+  """The form that the matmuls of these operations read without a copy.
+
+  Blackwell's read blocked scales; Hopper's read rows with linear ones, and
+  the kernels that prepare a weight gradient are faster with blocked ones.
+
+  Args:
+    ops: operations of the backend.
+    axis: the axis that is contracted, -1 or -2.
+    folded: whether the layer folds.
+  """
+  if ops.generation == "blackwell" or (ops.generation and axis == -2):
+    return Form("blocked")
+  return Form(folded=folded and axis == -1)
+
+
 def operand(x: jax.Array | MxArray, axis: int, precision: str,
             ops: backend_lib.Ops, recipe: Recipe, dtype: Any = mxfp8.E4M3,
-            folded: bool = False) -> jax.Array | MxArray:
+            form: Form = LINEAR) -> jax.Array | MxArray:
   """A matmul operand in the precision that the recipe asks for.
 
   Args:
@@ -32,7 +65,7 @@ def operand(x: jax.Array | MxArray, axis: int, precision: str,
     ops: operations of the backend.
     recipe: gives the scale rule.
     dtype: fp8 type if x has to be quantized here.
-    folded: whether rows that are quantized here are folded.
+    form: of what is quantized here.
 
   Returns:
     bf16 numbers, or an MxArray with blocks along `axis`. MXFP8 with blocks
@@ -44,12 +77,12 @@ def operand(x: jax.Array | MxArray, axis: int, precision: str,
     return x.astype(jnp.bfloat16)
   if not isinstance(x, MxArray):
     return ops.quantize(x, axis, rounding=recipe.rounding, dtype=dtype,
-                        **(dict(folded=True) if folded else {}))
+                        layout=form.layout, folded=form.folded)
   if x.block == "32x32":
     return x.along(axis)
   if x.axis == axis:
     return x
-  return ops.requantize(x, axis, rounding=recipe.rounding)
+  return ops.requantize(x, axis, rounding=recipe.rounding, layout=form.layout)
 
 
 def weight_operand(w: jax.Array | MxArray, axis: int, precision: str,

@@ -85,8 +85,9 @@ class Stage:
       return mx
     found = next(v for v in (x.plain, x.rows, x.columns) if v is not None)
     dtype = self.recipe.gradient_dtype if grad else mxfp8.E4M3
+    form = operands.read_form(self.ops, axis, self.folded)
     return operands.operand(found, axis, precision, self.ops, self.recipe,
-                          dtype, folded=self.folded and axis == -1)
+                            dtype, form)
 
   def numbers(self, x: Views) -> jax.Array:
     """x in float32."""
@@ -97,18 +98,30 @@ class Stage:
                    grad: bool = False) -> jax.Array | MxArray:
     """Tokens or rows in the precision that a wire leg carries.
 
-    Not folded: `take_rows` and `pack` fold on the way.
+    Scales are linear and rows not folded: `take_rows` and `pack` fold.
     """
-    alone = dataclasses.replace(self, folded=False)
-    return alone.read(Views(plain=x), -1, precision, grad)
+    dtype = self.recipe.gradient_dtype if grad else mxfp8.E4M3
+    return operands.operand(x, -1, precision, self.ops, self.recipe, dtype)
 
   def wanted(self, rows: str | None, columns: str | None,
-             plain: bool = False) -> dict[str, Any]:
-    """Options of the `views` that two readers of given precisions need."""
-    folded = dict(folded=True) if rows and self.folds(rows) else {}
-    return dict(rows="linear" if rows == "mxfp8" else None,
-                columns="linear" if columns == "mxfp8" else None,
-                plain=plain or "bf16" in (rows, columns), **folded)
+             plain: bool = False, kept: bool = False) -> dict[str, Any]:
+    """Options of the `views` that two readers of given precisions need.
+
+    Args:
+      rows: precision of the matmul that reads the rows, or None.
+      columns: of the one that reads the columns, or None.
+      plain: whether the numbers themselves are read.
+      kept: the columns are kept for the backward pass. On a mesh they then
+        leave the shard_map, which joins devices along the rows: the second
+        axis of blocked scales, so they are linear.
+    """
+    layouts = [operands.read_form(self.ops, axis).layout for axis in (-1, -2)]
+    if kept and self.sharding is not None:
+      layouts[1] = "linear"
+    return dict(rows=layouts[0] if rows == "mxfp8" else None,
+                columns=layouts[1] if columns == "mxfp8" else None,
+                plain=plain or "bf16" in (rows, columns),
+                folded=rows is not None and self.folds(rows))
 
 
 def arrived(x: jax.Array | MxArray, stage: Stage,
@@ -129,7 +142,7 @@ def arrived(x: jax.Array | MxArray, stage: Stage,
   dtype = recipe.gradient_dtype if grad else mxfp8.E4M3
   if {matmul_reads, recipe.weight_grad} == {"bf16"}:
     return Views(plain=x)
-  forms = stage.wanted(matmul_reads, recipe.weight_grad)
+  forms = stage.wanted(matmul_reads, recipe.weight_grad, kept=not grad)
   return stage.ops.views(x, rounding=recipe.rounding, dtype=dtype, **forms)
 
 

@@ -158,3 +158,16 @@ def test_what_cannot_be_folded_is_refused_with_the_way_out(change):
   cfg = meshes.config(**dict(recipe=recipe) | change)
   with pytest.raises(NotImplementedError, match="Use hopper='exact'"):
     stage.make_stage(cfg, None, HOPPER)
+
+
+@pytest.mark.parametrize(("device", "backend_name", "rows", "columns"), [
+    (HOPPER, "auto", "linear", "blocked"),
+    (HOPPER, "xla", "linear", "linear"),
+    (BLACKWELL, "mosaic", "blocked", "blocked"),
+    (BLACKWELL, "auto", "linear", "linear")])
+def test_scales_are_made_as_the_matmuls_read_them(
+    device, backend_name, rows, columns, monkeypatch, tmp_path):
+  monkeypatch.setattr(bring_up_record, "path", lambda kind: tmp_path / "none")
+  cfg = meshes.config(expert_axis=None, data_axes=(), backend=backend_name)
+  wanted = stage.make_stage(cfg, None, device).wanted("mxfp8", "mxfp8")
+  assert (wanted["rows"], wanted["columns"]) == (rows, columns)
