@@ -1,14 +1,24 @@
-"""The command line of experiments.run: a config script and typed overrides."""
+"""The command line of experiments.run: a config script and typed overrides.
+
+Read by tyro where it is installed, else by `plain_command`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import importlib.util
 import pathlib
-from typing import Annotated
-
-import tyro
+from typing import Annotated, Any
 
 from experiments import experiment as experiment_lib
+from experiments import plain_command
+
+_TYRO: Any = (
+  importlib.import_module("tyro") if importlib.util.find_spec("tyro") else None
+)
+# The experiment's fields have flags without prefix.
+_UNNAMED = _TYRO.conf.arg(name="") if _TYRO else None
 
 _USAGE = (
   "python -m experiments.run CONFIG.py [--out DIR] [overrides]\n"
@@ -35,7 +45,7 @@ class Command:
       the processes that it starts.
   """
 
-  experiment: Annotated[experiment_lib.Experiment, tyro.conf.arg(name="")]
+  experiment: Annotated[experiment_lib.Experiment, _UNNAMED]
   out: pathlib.Path | None = None
   distributed: bool = False
   coordinator: str | None = None
@@ -67,9 +77,9 @@ def parse(arguments: list[str]) -> Command:
     print(_USAGE)
     raise SystemExit(0 if arguments else 2)
   path = pathlib.Path(arguments[0])
-  return tyro.cli(
-    Command,
-    args=arguments[1:],
-    default=Command(experiment=experiment_lib.load(path)),
-    prog=f"python -m experiments.run {path}",
-  )
+  default = Command(experiment=experiment_lib.load(path))
+  prog = f"python -m experiments.run {path}"
+  words = ["--recipes" if word == "--recipe" else word for word in arguments]
+  if _TYRO is None:
+    return plain_command.parse(default, words[1:], prog)
+  return _TYRO.cli(Command, args=words[1:], default=default, prog=prog)

@@ -5,8 +5,10 @@
 
 A token is a byte. Files are split by a checksum of their name, so a file is in
 the same part wherever Python is installed; the text itself follows the Python
-version, and its digest is kept with every result. Batches come from a grain
-iterator, whose state is a few numbers that a checkpoint holds.
+version, and its digest is kept with every result. Installed packages can be
+named to be read too. Batches come from a grain iterator, or where grain is
+missing from one of our own with another order; its state is a few numbers that
+a checkpoint holds.
 
 Every process reads the whole batch and hands its devices their part: text is
 small, and the iterator's state is then the same everywhere.
@@ -14,19 +16,18 @@ small, and the iterator's state is then the same everywhere.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 import dataclasses
 import hashlib
+import importlib.util
 import pathlib
 import sysconfig
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 import zlib
 
 import numpy as np
 
 from experiments import experiment as experiment_lib
-
-if TYPE_CHECKING:
-  import grain
 
 # Folders that some distributions package apart, tables, and tests: without
 # them the text is nearly the same on every installation.
@@ -83,24 +84,48 @@ def source_files(root: pathlib.Path) -> list[pathlib.Path]:
   return [root / name for name in sorted(kept, key=pathlib.Path.as_posix)]
 
 
-def read_corpus(heldout_every: int, root: pathlib.Path | None = None) -> Corpus:
-  """Reads the standard library and splits it by file.
+def package_root(name: str) -> pathlib.Path:
+  """Returns the folder of an installed package, found without importing it.
+
+  Raises:
+    ValueError: it is not installed as a folder.
+  """
+  spec = importlib.util.find_spec(name)
+  places = list(spec.submodule_search_locations or ()) if spec else []
+  if not places:
+    raise ValueError(
+      f"data.packages names {name!r}, which is not installed here as a folder."
+      " Install it, or leave it out."
+    )
+  return pathlib.Path(places[0])
+
+
+def read_corpus(
+  heldout_every: int,
+  root: pathlib.Path | None = None,
+  packages: Iterable[str] = (),
+) -> Corpus:
+  """Reads the standard library, and packages, and splits them by file.
 
   Args:
     heldout_every: one file in this many is held out.
     root: folder to read; the running Python's standard library by default.
+    packages: installed packages that are read after it.
 
   Returns:
     The corpus.
 
   Raises:
-    ValueError: one of the two parts is empty.
+    ValueError: one of the two parts is empty, or a package is missing.
   """
   root = root or pathlib.Path(sysconfig.get_path("stdlib"))
   parts: tuple[list[bytes], list[bytes]] = ([], [])
-  paths = source_files(root)
-  for path in paths:
-    name = path.relative_to(root).as_posix().encode()
+  folders = {"": root} | {f"{name}/": package_root(name) for name in packages}
+  paths = [(prefix + path.relative_to(folder).as_posix(), path)
+           for prefix, folder in folders.items()
+           for path in source_files(folder)]  # fmt: skip
+  for named, path in paths:
+    name = named.encode()
     parts[zlib.crc32(name) % heldout_every == 0].append(path.read_bytes())
   train, heldout = (b"".join(part) for part in parts)
   if not train or not heldout:
@@ -156,9 +181,60 @@ def _windows(
   return windows
 
 
+class Batches(Protocol):
+  """An endless iterator whose state is JSON."""
+
+  def __iter__(self) -> Batches: ...
+
+  def __next__(self) -> np.ndarray: ...
+
+  def get_state(self) -> dict[str, Any]:
+    """Returns where the iterator stands."""
+    ...
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Goes on from a state."""
+    ...
+
+
+class PlainBatches:
+  """Shuffled batches by numpy alone, every epoch in an order of its own."""
+
+  def __init__(self, windows: Windows, batch_size: int, seed: int) -> None:
+    """Starts at the first batch of the first epoch."""
+    self._windows, self._size, self._seed = windows, batch_size, seed
+    self._taken = 0
+    self._epoch, self._order = -1, np.zeros(0, np.int64)
+
+  def __iter__(self) -> PlainBatches:
+    """Returns itself."""
+    return self
+
+  def __next__(self) -> np.ndarray:
+    """Returns the next ``[batch_size, length] uint8``."""
+    rows = range(self._taken, self._taken + self._size)
+    self._taken += self._size
+    return np.stack([self._windows[self._place(row)] for row in rows])
+
+  def get_state(self) -> dict[str, Any]:
+    """Returns how many windows were taken."""
+    return {"taken": self._taken}
+
+  def set_state(self, state: dict[str, Any]) -> None:
+    """Goes on from a state."""
+    self._taken = state["taken"]
+
+  def _place(self, row: int) -> int:
+    epoch, at = divmod(row, len(self._windows))
+    if epoch != self._epoch:
+      rng = np.random.default_rng([self._seed, epoch])
+      self._epoch, self._order = epoch, rng.permutation(len(self._windows))
+    return int(self._order[at])
+
+
 def train_batches(
   corpus: Corpus, data: experiment_lib.DataConfig, seed: int
-) -> grain.DatasetIterator:
+) -> Batches:
   """Returns endless shuffled batches; every epoch has an order of its own.
 
   Args:
@@ -173,9 +249,11 @@ def train_batches(
   Raises:
     ValueError: the text is too short for one batch.
   """
-  import grain  # Here alone: the other modules run where grain is absent.
-
   windows = _windows(corpus.train, data, batches=1)
+  if importlib.util.find_spec("grain") is None:
+    return PlainBatches(windows, data.batch_size, seed)
+  import grain
+
   dataset = (
     grain.MapDataset.source(windows)
     .seed(seed)

@@ -14,7 +14,7 @@ import importlib.util
 import pathlib
 from typing import Any, Literal
 
-RecipeName = Literal["bf16", "mxfp8", "mxfp8_bf16_wgrad"]
+RecipeName = Literal["bf16", "mxfp8", "mxfp8_bf16_wgrad", "folded"]
 FloatName = Literal["bfloat16", "float32"]
 
 # One token is one byte of text.
@@ -65,6 +65,8 @@ class ModelConfig:
     tied_head: whether the output head is the transposed embedding.
     rope_base: base of the rotary frequencies.
     remat: whether a block is recomputed in backward rather than saved.
+    scan_layers: whether one compiled block runs for all layers, which compiles
+      faster; it computes the same but for roundings that XLA leaves out.
     param_dtype: dtype of master parameters.
     backend: which implementation runs the experts.
   """
@@ -88,6 +90,7 @@ class ModelConfig:
   tied_head: bool = False
   rope_base: float = 10_000.0
   remat: bool = False
+  scan_layers: bool = False
   param_dtype: FloatName = "float32"
   backend: Literal["auto", "mosaic", "xla"] = "auto"
 
@@ -115,15 +118,17 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-  """Bytes of the Python standard library's source files.
+  """Bytes of source files: Python's standard library, and packages if named.
 
   Attributes:
+    packages: installed packages whose source files are read too.
     sequence_length: tokens the model sees; a window holds one byte more.
     batch_size: windows in a step, over all devices and processes.
     heldout_every: one file in this many is kept out of training.
     heldout_batches: batches of held-out text read at the end of a run.
   """
 
+  packages: tuple[str, ...] = ()
   sequence_length: int = 128
   batch_size: int = 16
   heldout_every: int = 20
@@ -216,7 +221,8 @@ class Experiment:
 
   Attributes:
     name: names the default output folder.
-    recipes: names of `mxmoe_jax.Recipe` presets, run one after another.
+    recipes: names of `mxmoe_jax.Recipe` presets, run one after another;
+      "folded" is MXFP8 with Hopper's folded rows and weights.
     seed: decides the initial parameters and the order of the data.
     steps: optimizer steps of each recipe.
     checkpoint_every: steps between checkpoints; 0 saves none.
@@ -297,6 +303,7 @@ def load(path: pathlib.Path) -> Experiment:
 def to_dict(experiment: Experiment) -> dict[str, Any]:
   """Returns the experiment as JSON values; nested configs are dicts."""
   fields = dataclasses.asdict(experiment)
+  fields["data"]["packages"] = list(experiment.data.packages)
   return fields | {"recipes": list(experiment.recipes)}
 
 
@@ -324,7 +331,9 @@ def differences(
     Lines such as ``model.d_ff: saved 128, asked 256``; empty when both
     configs compute the same numbers.
   """
-  old, new = flatten(saved), flatten(asked)
+  # A config saved before these fields existed computed what they leave alone.
+  younger = {"data.packages": [], "model.scan_layers": False}
+  old, new = younger | flatten(saved), younger | flatten(asked)
   absent = "nothing"
   return tuple(
     f"{name}: saved {old.get(name, absent)}, asked {new.get(name, absent)}"

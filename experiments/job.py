@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import pathlib
 from typing import Any
 
-from experiments import data, loop, plot, processes, progress, results, train
+from experiments import data, loop, processes, progress, results, train
 from experiments import experiment as experiment_lib
 from experiments import model as model_lib
 
@@ -90,7 +91,9 @@ def run(
     FloatingPointError: a loss is not finite.
   """
   programs = [train.build(experiment, name) for name in experiment.recipes]
-  corpus = data.read_corpus(experiment.data.heldout_every)
+  corpus = data.read_corpus(
+    experiment.data.heldout_every, packages=experiment.data.packages
+  )
   data.heldout_batches(corpus, experiment.data)
   processes.require_same(experiment)
   processes.on_first(functools.partial(claim_folder, folder, experiment))
@@ -116,13 +119,17 @@ def _write(
   runs: list[results.RunResult],
   command: str,
 ) -> None:
-  """Writes summary.json and loss.png."""
+  """Writes summary.json, and loss.png where matplotlib is installed."""
   summary = {"command": command, **_summary(job, runs)}
   summary["explanations"] = {
     run.recipe: program.explanation.splitlines()
     for run, program in zip(runs, programs, strict=True)
   }
   results.write_json(job.folder / "summary.json", summary)
+  if importlib.util.find_spec("matplotlib") is None:
+    return
+  from experiments import plot
+
   plot.draw(
     job.folder / "loss.png",
     runs,
@@ -138,7 +145,9 @@ def _summary(job: loop.Job, runs: list[results.RunResult]) -> dict[str, Any]:
     "device": results.device(),
     "versions": results.versions(),
     "text": {
-      "source": "Python standard library",
+      "source": ", ".join(
+        ["Python standard library", *experiment.data.packages]
+      ),
       "files": corpus.files,
       "train_bytes": int(corpus.train.size),
       "heldout_bytes": int(corpus.heldout.size),

@@ -18,8 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments import checkpoint, data, processes, results, train
+from experiments import checkpoint, data, model, processes, results, train
 from experiments import experiment as experiment_lib
+from pallas_kernels import peaks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +109,7 @@ def _steps(
   job: Job,
   program: train.Program,
   state: train.TrainState,
-  batches: Iterator[np.ndarray],
+  batches: data.Batches,
   done: int,
 ) -> Iterator[tuple[train.TrainState, results.StepRecord]]:
   """Yields the state after each step, `done` of them being behind it."""
@@ -120,6 +121,8 @@ def _steps(
   # Ahead of time, so that no step's seconds hold the compilation.
   step = program.step.lower(state, example).compile()
   schedule = train.make_schedule(experiment.optimizer, experiment.steps)
+  # All at once: a few small operations in each step would count as its time.
+  rates = np.asarray(jax.vmap(schedule)(np.arange(experiment.steps)))
   for number in range(done + 1, experiment.steps + 1):
     started = time.perf_counter()
     state, metrics = step(state, program.place(next(batches)))
@@ -132,7 +135,7 @@ def _steps(
         loss=float(told.loss),
         extra_loss=float(told.extra_loss),
         grad_norm=float(told.grad_norm),
-        learning_rate=float(np.asarray(schedule(number - 1))),
+        learning_rate=float(rates[number - 1]),
         load_imbalance=float(told.load_imbalance),
         dropped_rows=int(told.dropped_rows),
         seconds=time.perf_counter() - started,
@@ -165,6 +168,9 @@ def _result(
   ]
   tokens = config.batch_size * config.sequence_length
   step_seconds = statistics.median(record.seconds for record in records)
+  flops = model.flops_per_token(job.experiment.model, config.sequence_length)
+  peak = peaks.peak(jax.devices()[0].device_kind)
+  rate = flops * tokens / step_seconds / job.experiment.mesh.size
   return results.RunResult(
     recipe=recipe,
     seed=job.experiment.seed,
@@ -177,4 +183,6 @@ def _result(
     dropped_rows=sum(record.dropped_rows for record in records),
     parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
     wall_seconds=sum(record.seconds for record in records),
+    flops_per_token=flops,
+    flop_utilisation=rate / peak.bf16 if peak else None,
   )

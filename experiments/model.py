@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 import dataclasses
+import functools
+from typing import Any
 
 from flax import nnx
 import jax
@@ -53,6 +55,7 @@ def recipe(name: experiment_lib.RecipeName) -> mxmoe_jax.Recipe:
     "bf16": mxmoe_jax.Recipe.bf16,
     "mxfp8": mxmoe_jax.Recipe.mxfp8,
     "mxfp8_bf16_wgrad": mxmoe_jax.Recipe.mxfp8_bf16_wgrad,
+    "folded": functools.partial(mxmoe_jax.Recipe.mxfp8, hopper="folded"),
   }
   return presets[name]()
 
@@ -220,10 +223,13 @@ class Transformer(nnx.Module):
     """
     x = self.embedding(tokens)
     call = _call_recomputed if self.config.remat else Block.__call__
-    layers = []
-    for block in self.blocks:
-      x, stats = call(block, x)
-      layers.append(stats)
+    if self.config.scan_layers:
+      x, layers = _scan(call, list(self.blocks), x)
+    else:
+      layers = []
+      for block in self.blocks:
+        x, stats = call(block, x)
+        layers.append(stats)
     x = self.final_norm(x)
     logits = self.embedding.attend(x) if self.head is None else self.head(x)
     return logits.astype(jnp.float32), LayerStats(
@@ -240,6 +246,38 @@ def _call_recomputed(
   graph, state = nnx.split(block)
   call = jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x))
   return call(state, x)
+
+
+def _scan(
+  call: Callable[..., Any], blocks: list[Block], x: jax.Array
+) -> tuple[jax.Array, list[LayerStats]]:
+  """Calls equal blocks one after another as one compiled loop."""
+  graph = nnx.graphdef(blocks[0])
+  states = [nnx.state(block) for block in blocks]
+  stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+  x, stats = jax.lax.scan(
+    lambda x, state: call(nnx.merge(graph, state), x), x, stacked
+  )
+  return x, [
+    jax.tree.map(lambda leaf, i=i: leaf[i], stats) for i in range(len(blocks))
+  ]
+
+
+def flops_per_token(
+  config: experiment_lib.ModelConfig, sequence_length: int
+) -> int:
+  """Returns the operations of training on one token, nothing recomputed.
+
+  6 for each weight that a token meets in a matmul (its top_k experts only),
+  and 6 * time * d_model a layer for causal attention: each of the two products
+  meets half the window on average.
+  """
+  width = config.d_model
+  experts = 3 * width * (config.top_k * config.d_ff + config.d_ff_shared)
+  layer = 4 * width * width + width * config.num_experts + experts
+  attention = sequence_length * width
+  head = width * experiment_lib.VOCABULARY
+  return 6 * (config.num_layers * (layer + attention) + head)
 
 
 def _linear(

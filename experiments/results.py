@@ -68,6 +68,9 @@ class RunResult:
     dropped_rows: over all steps.
     parameters: trained numbers in the model.
     wall_seconds: of all steps together, compilation not included.
+    flops_per_token: of training, from `model.flops_per_token`.
+    flop_utilisation: those of the median step over what the devices' data
+      sheet promises for bf16, whatever the recipe; None for other devices.
   """
 
   recipe: experiment_lib.RecipeName
@@ -79,6 +82,8 @@ class RunResult:
   dropped_rows: int
   parameters: int
   wall_seconds: float
+  flops_per_token: int = 0
+  flop_utilisation: float | None = None
 
 
 def last_fifth(values: list[float]) -> float:

@@ -4,6 +4,9 @@ CONFIG.py defines ``def experiment() -> Experiment``. Every field of it can be
 set from the command line, with its type checked: ``--steps 50``,
 ``--recipes mxfp8``, ``--model.num-experts 16``; ``--help`` after CONFIG.py
 lists them.
+
+tyro, grain and matplotlib may be missing: flags are then read by argparse,
+batches shuffled by numpy (in another order), and no curves are drawn.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import os
 import shlex
 import sys
 
-# What a run needs beyond the library: the extra `experiments`.
-_NEEDED = ("tyro", "rich", "grain", "orbax", "matplotlib")
+# What a run needs beyond the library, of the extra `experiments`.
+_NEEDED = ("rich", "orbax")
 
 # With this flag the caller has chosen the number of host devices.
 _HOST_DEVICES = "xla_force_host_platform_device_count"

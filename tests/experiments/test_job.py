@@ -13,6 +13,7 @@ from tests.experiments import shrunken
 RUN_FIELDS = {
   *("recipe", "seed", "losses", "tokens_per_second", "load_imbalance"),
   *("dropped_rows", "heldout_loss", "parameters", "wall_seconds"),
+  *("flops_per_token", "flop_utilisation"),
 }
 
 

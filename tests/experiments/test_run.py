@@ -71,10 +71,10 @@ def test_missing_packages_are_named_with_the_way_to_get_them(
   monkeypatch, capsys
 ):
   monkeypatch.setattr(
-    run.importlib.util, "find_spec", lambda name: name != "grain" or None
+    run.importlib.util, "find_spec", lambda name: name != "orbax" or None
   )
   assert run.main(["config.py"]) == 1
-  assert "needs grain" in (said := capsys.readouterr().err)
+  assert "needs orbax" in (said := capsys.readouterr().err)
   assert "pip install" in said
 
 
