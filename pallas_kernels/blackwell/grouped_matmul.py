@@ -11,8 +11,9 @@ produced, G groups. lhs [R, K] has blocks along K. rhs has blocks along K too:
 Schedule (`matmul_kernel`). A persistent pair of CTAs on each two SMs; a warp
 loads by TMA, a warp of one CTA multiplies for both, a warpgroup of each stores
 one tile while the next is multiplied. Tiles are dealt out on the device: only
-rows that exist are computed, in bands of 8 tiles along N, so that what works at
-one time shares the weights of one group in L2.
+rows that exist are computed. They are walked group by group, 8 tiles of rows at
+a time for all of N, so that what works at one time shares the weights of one
+group, or of a few small ones, in L2, and these rows stay there.
 
 Rows of nobody: padding rows inside a group's last 128 hold the product of what
 lhs holds there; rows past the last group are not written, and nothing that they
@@ -134,9 +135,7 @@ def arrays(x: MxArray, axis: int) -> tuple[jax.Array, jax.Array]:
   return x.data, atoms.reshape(*atoms.shape[:-1], 4, 128)
 
 
-def wire_data(
-  lhs: MxArray, data: jax.Array | None
-) -> jax.Array:
+def wire_data(lhs: MxArray, data: jax.Array | None) -> jax.Array:
   """The array that holds lhs's data in its first K columns.
 
   Where K is no multiple of 128 the last step would read what follows in the
@@ -154,7 +153,7 @@ def wire_data(
     or data.dtype != lhs.data.dtype
   ):
     raise ValueError(
-      f"grouped_matmul: wire must be {lhs.data.dtype} [{lhs.shape[0]}, at "
+      f"grouped_matmul: lhs_rows must be {lhs.data.dtype} [{lhs.shape[0]}, at "
       f"least {lhs.shape[1]}]; got {data.dtype} {data.shape}."
     )
   return data if lhs.shape[1] % DEPTH == 0 else data[:, : lhs.shape[1]]
@@ -167,7 +166,7 @@ def grouped_matmul(
   *,
   transpose_rhs: bool = False,
   out_dtype: Any = jnp.bfloat16,
-  wire: jax.Array | None = None,
+  lhs_rows: jax.Array | None = None,
   tile: MatmulTile | None = None,
   interpret: Any = False,
 ) -> jax.Array:
@@ -181,8 +180,8 @@ def grouped_matmul(
     layout: Of the rows.
     transpose_rhs: Contract the last axis of rhs.
     out_dtype: bfloat16 or float32.
-    wire: [R, stride >= K] fp8 whose first K columns are lhs's data, which is
-      then not read: rows as they came over the wire.
+    lhs_rows: [R, stride] fp8 whose first K columns are lhs.data, e.g. wire rows
+      seen as fp8; read in its place, so that no slice of them is copied.
     tile: The schedule; None for the default.
     interpret: Interpret parameters; False compiles.
 
@@ -201,7 +200,7 @@ def grouped_matmul(
   tile = tile or default_tile(layout.rows, layout.groups, width)
   a, a_scale = arrays(lhs, -1)
   b, b_scale = arrays(rhs, -1 if transpose_rhs else -2)
-  a = wire_data(lhs, wire)
+  a = wire_data(lhs, lhs_rows)
   across = not transpose_rhs
   if tile.transposed and across:
     b, across = jnp.swapaxes(b, 1, 2), False

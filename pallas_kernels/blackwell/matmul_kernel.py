@@ -79,7 +79,8 @@ def each_tile(
 
   def visit(info, carry):
     turn = carry
-    down, column = plgpu.planar_snake(info.index[0], grid, 1, problem.tile.band)
+    order = problem.tile.along, problem.tile.band
+    down, column = plgpu.planar_snake(info.index[0], grid, *order)
     body(
       Tile(
         group=table[0, down],

@@ -90,7 +90,8 @@ def each_tile(
     (index,) = info.index
     place = lax.div(index, jnp.int32(down * across))
     inside = lax.rem(index, jnp.int32(down * across))
-    row, column = plgpu.planar_snake(inside, problem.grid, 1, problem.tile.band)
+    order = problem.tile.along, problem.tile.band
+    row, column = plgpu.planar_snake(inside, problem.grid, *order)
     tile = Tile(
       group=schedule[0, place],
       start=schedule[1, place],

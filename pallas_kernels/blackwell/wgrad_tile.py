@@ -42,7 +42,9 @@ class WgradTile:
     buffers: Chunks of the result whose stores may be in flight: 2 or 4.
     transposed: Reads copies of the operands that are contiguous along the rows
       of the group (K-major), made by XLA before, instead of the operands.
-    band: Tiles along rhs of a band: neighbours in time share operands in L2.
+    band: Tiles of a band: within it neighbours in time share operands in L2.
+    along: Axis of the result that a band lies across: 0 walks all columns for a
+      few rows, 1 all rows for a few columns.
   """
 
   lhs: int = 256
@@ -52,6 +54,7 @@ class WgradTile:
   buffers: int = 2
   transposed: bool = False
   band: int = 8
+  along: int = 0
 
   def __post_init__(self):
     if self.lhs not in (LANES, 2 * LANES) or self.rhs not in (128, self.lhs):
@@ -69,6 +72,8 @@ class WgradTile:
         "WgradTile: needs at least 2 stages and a band of 1; got "
         f"stages={self.stages}, band={self.band}."
       )
+    if self.along not in (0, 1):
+      raise ValueError(f"WgradTile: along must be 0 or 1; got {self.along}.")
     if self.accumulators == 2 and self.shared > self.rhs // 2:
       raise ValueError(
         f"WgradTile: the scales of {self.stages} stages leave no room for two "
@@ -127,11 +132,11 @@ class WgradTile:
 
   @property
   def name(self) -> str:
-    """A short name, e.g. ``256x256 s5 a2 b2 n8``."""
+    """A short name, e.g. ``256x256 s5 a2 b2 n8/0``."""
     major = " transposed" if self.transposed else ""
     return (
       f"{self.lhs}x{self.rhs} s{self.stages} a{self.accumulators} "
-      f"b{self.buffers} n{self.band}{major}"
+      f"b{self.buffers} n{self.band}/{self.along}{major}"
     )
 
 

@@ -157,7 +157,7 @@ def test_rows_are_read_out_of_a_wire_buffer(interpreted, depth):
 
   def call(interpret, lhs, rhs, layout, wire):
     return grouped_matmul.grouped_matmul(
-      lhs, rhs, layout, wire=wire, tile=SINGLE, interpret=interpret
+      lhs, rhs, layout, lhs_rows=wire, tile=SINGLE, interpret=interpret
     )
 
   got = interpreted(call, none, rhs, layout, wire)
@@ -167,7 +167,7 @@ def test_rows_are_read_out_of_a_wire_buffer(interpreted, depth):
 def test_clusters_share_the_tiles(run, monkeypatch):
   monkeypatch.setattr(grouped_matmul, "_clusters", lambda *_: 2)
   lhs, rhs, layout = problem([100, 300, 128], 256)
-  tile = MatmulTile(stages=3)
+  tile = MatmulTile(stages=3, band=2, along=1)
   check(run(lhs, rhs, layout, tile=tile), lhs, rhs, layout)
 
 
@@ -299,8 +299,8 @@ def test_what_it_does_not_take_is_refused():
     call(operand(lhs.shape, -2, 0), rhs, layout)
   with pytest.raises(NotImplementedError, match="float32 or bfloat16"):
     call(lhs, rhs, layout, out_dtype=jnp.float16)
-  with pytest.raises(ValueError, match="wire must be"):
-    call(lhs, rhs, layout, wire=jnp.zeros((128, 32), lhs.data.dtype))
+  with pytest.raises(ValueError, match="lhs_rows must be"):
+    call(lhs, rhs, layout, lhs_rows=jnp.zeros((128, 32), lhs.data.dtype))
 
 
 def test_it_is_compiled_for_blackwell_alone():
