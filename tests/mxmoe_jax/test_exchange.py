@@ -5,6 +5,7 @@ import functools
 import hypothesis
 from hypothesis import strategies as st
 import jax
+from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
@@ -132,3 +133,68 @@ def test_wire_row_is_data_scales_weight(width):
     np.testing.assert_array_equal(numbers(back), numbers(rows))
     np.testing.assert_array_equal(extra, weight)
   assert wire.stride(7168, "mxfp8") == 7424
+
+
+def ragged_on_cpu(operand, output, read, send, write, receive, *, axis_name):
+  """What `lax.ragged_all_to_all` documents, slice by slice, by all_gather."""
+  me, ep = lax.axis_index(axis_name), lax.axis_size(axis_name)
+  per_peer = read.shape[0] // ep
+  everyone, reads, sends, writes = (
+      lax.all_gather(a, axis_name).reshape(ep, -1, *a.shape[1:])
+      for a in (operand, read, send, write))
+  mine = [a.reshape(ep, ep, per_peer)[:, me] for a in (reads, sends, writes)]
+  starts, sizes, places = mine
+  row = jnp.arange(output.shape[0])
+  for source in range(ep):
+    inside = (row >= places[source][:, None]) & (
+        row < (places[source] + sizes[source])[:, None])
+    part = jnp.argmax(inside, axis=0)
+    taken = starts[source][part] + row - places[source][part]
+    output = jnp.where(inside.any(0)[:, None],
+                       everyone[source][taken], output)
+  agreed = jnp.all(receive.reshape(ep, per_peer) == sizes)
+  in_range = jnp.all((read >= 0) & (read + send <= operand.shape[0]))
+  return jnp.where(agreed & in_range, output, 255)
+
+
+@pytest.mark.parametrize("slices", [1, 16, 128])
+@pytest.mark.parametrize("case", ["even", "skewed", "one rank", "dropped"])
+def test_slices_of_a_gpu_land_where_the_cpu_gathers(case, slices, monkeypatch):
+  monkeypatch.setattr(lax, "ragged_all_to_all", ragged_on_cpu)
+  cfg = meshes.config(buffer_factor=1.0 if case == "dropped" else None)
+  x, weights, ids = tokens_and_ids(5)
+  if case == "skewed":
+    ids = jnp.where((ids >= 0) & (jnp.arange(TOKENS) % 4 > 0)[:, None],
+                    jnp.arange(meshes.TOP_K), ids)
+  if case in ("one rank", "dropped"):  # the others get nothing
+    ids = jnp.where(ids >= 0, 2 + jnp.arange(meshes.TOP_K), ids)
+
+  def body(x, weights, ids):
+    counts = exchange.gather_counts(ids, cfg, "expert")
+    plan = exchange.make_plan(ids, counts, cfg, "expert", slices)
+    order = plan.slots.order
+    packed = reference.pack(reference.quantize(x), order // plan.top_k,
+                            weights.reshape(-1)[order])
+    landed = exchange._ragged_send(packed, plan)
+    home = exchange._ragged_return(landed, plan)
+    return (landed, exchange.send(packed, plan), home,
+            exchange.send_home(landed, plan), plan.dropped)
+
+  spec = P("expert")
+  run = jax.jit(jax.shard_map(
+      body, mesh=meshes.make_mesh(1, 4), check_vma=False,
+      in_specs=(spec,) * 3, out_specs=(*[spec] * 4, P())))
+  landed, want, home, want_home, dropped = jax.block_until_ready(
+      run(x, weights, ids))
+  np.testing.assert_array_equal(landed, want)
+  np.testing.assert_array_equal(home, want_home)
+  assert np.asarray(home).any()
+  assert (np.asarray(dropped).sum() > 0) == (case == "dropped")
+
+
+def test_explain_says_which_collective_and_why():
+  cfg = meshes.config()
+  told = exchange.describe(cfg, 4, "gpu")
+  assert "ragged_all_to_all, 64 x 2 slices a peer" in told
+  assert "send 4 times the rows" in told
+  assert "XLA:CPU" in exchange.describe(cfg, 4, "cpu")
