@@ -4,6 +4,7 @@
         [--rows N] [--width N] [--samples N] [--json FILE]
     python -m experiments.bench grouped_matmul ...      see `bench_matmul`
     python -m experiments.bench moe_layer ...           see `bench_moe_layer`
+    python -m experiments.bench numerics ...            see `bench_numerics`
     python -m experiments.bench exchange ...            see `bench_exchange`
     python -m experiments.bench pipeline ...            see `bench_pipeline`
 
@@ -41,6 +42,7 @@ from experiments import (
   bench_exchange,
   bench_matmul,
   bench_moe_layer,
+  bench_numerics,
   bench_pipeline,
 )
 from pallas_kernels import timing, workloads
@@ -253,7 +255,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns its exit status, 1 if a case is wrong."""
-  others = (bench_matmul, bench_moe_layer, bench_exchange, bench_pipeline)
+  others = (
+    *(bench_matmul, bench_moe_layer, bench_numerics),
+    *(bench_exchange, bench_pipeline),
+  )
   for other in others:
     if other.NAME in arguments[:1]:
       return other.main(arguments, origin)
