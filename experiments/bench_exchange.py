@@ -9,7 +9,9 @@ to the experts of other devices (forward), and gradients of the same size come
 back (backward), each timed alone, without a loss. In MXFP8 rows are quantized,
 packed and sent; nothing is dequantized after the wire: the matmul reads MXFP8.
 
-Then the phases alone: quantize (and pack), wire, dequantize. With ``--skew S``
+Then the phases alone: quantize, pack, wire, dequantize, and the wire's bytes by
+a dense `all_to_all` with equal splits, which uneven rows could not use (if rows
+are a multiple of the devices). With ``--skew S``
 the first device's experts get S times as many rows as the others'. ``--slices``
 times the wire with other numbers of slices a peer. Rows are tokens (top_k 1).
 
@@ -34,14 +36,11 @@ import numpy as np
 import rich.console
 import rich.table
 
-from mxmoe_jax import MoEConfig, Recipe, exchange
-from mxmoe_jax import sharding as sharding_lib
-from mxmoe_jax import stage as stage_lib
+from experiments import exchange_legs
+from mxmoe_jax import exchange
 from pallas_kernels import timing, wire
 
 NAME = "exchange"  # of the command
-AXIS = "expert"
-LOCAL_EXPERTS = 8  # groups that rows are sorted into on each device
 WIDTH = 5120
 ROWS = tuple(8192 * n for n in (1, 2, 4, 8, 16))
 SMALL_ROWS, SMALL_WIDTH = (256,), 128  # on a CPU
@@ -70,101 +69,6 @@ class Case:
   wire_bytes: dict[str, int]
 
 
-def expert_ids(rows: int, experts: int, skew: float) -> np.ndarray:
-  """[rows, 1] int32 ids; the first device's experts get ``skew`` times."""
-  share = np.ones(experts)
-  share[:LOCAL_EXPERTS] *= skew
-  ends = np.round(np.cumsum(share) / share.sum() * rows).astype(int)
-  ids = np.searchsorted(ends, np.arange(rows), side="right")
-  return np.random.default_rng(0).permutation(ids)[:, None].astype(np.int32)
-
-
-def layer(precision: str, width: int, devices: int, skew: float) -> MoEConfig:
-  """A layer whose legs there and back have one precision."""
-  recipe = Recipe.bf16()
-  if precision == "mxfp8":
-    recipe = Recipe.mxfp8(dispatch="mxfp8", dispatch_grad="mxfp8")
-  return MoEConfig(
-    d_model=width,
-    d_ff=width,
-    num_experts=LOCAL_EXPERTS * devices,
-    top_k=1,
-    expert_axis=AXIS,
-    recipe=recipe,
-    buffer_factor=min(float(devices), 1.1 * skew),
-  )
-
-
-class Legs:
-  """The exchange of one precision on a mesh; each method is a phase or a leg.
-
-  Attributes:
-    config: The layer.
-    mesh: With the one axis `AXIS`.
-    slices: Slices a peer, at least.
-  """
-
-  def __init__(self, config: MoEConfig, mesh: jax.sharding.Mesh, slices: int):
-    self.config, self.mesh, self.slices = config, mesh, slices
-    sharding = sharding_lib.resolve(config, mesh)
-    self.stage = stage_lib.make_stage(config, sharding)
-    self.precision = config.recipe.dispatch
-
-  def on_devices(self, body: Callable[..., Any]) -> Callable[..., Any]:
-    """``body(plan, arrays of one device)`` on every device, jitted."""
-    spec = jax.sharding.PartitionSpec(AXIS)
-
-    def local(arrays, ids):
-      counts = exchange.gather_counts(ids, self.config, AXIS)
-      plan = exchange.make_plan(ids, counts, self.config, AXIS, self.slices)
-      return body(plan, arrays)
-
-    return jax.jit(
-      jax.shard_map(
-        local,
-        mesh=self.mesh,
-        in_specs=(spec, spec),
-        out_specs=spec,
-        check_vma=False,
-      )
-    )
-
-  def quantize(self, plan: exchange.Plan, x: jax.Array) -> Any:
-    """bf16 to what the wire carries."""
-    del plan
-    return self.stage.quantize_leg(x, self.precision)
-
-  def pack(self, plan: exchange.Plan, sent: Any) -> jax.Array:
-    """Tokens to wire rows in the order of their experts."""
-    row = plan.slots.order
-    return self.stage.ops.pack(sent, row, jnp.ones(row.shape, jnp.float32))
-
-  def wire(self, plan: exchange.Plan, packed: jax.Array) -> jax.Array:
-    """The collective alone."""
-    return exchange.send(packed, plan)
-
-  def dequantize(self, plan: exchange.Plan, rows: Any) -> jax.Array:
-    """What an exchange that does not keep MXFP8 adds after the wire."""
-    del plan
-    return self.stage.ops.dequantize(rows, jnp.bfloat16)
-
-  def there(self, plan: exchange.Plan, x: jax.Array) -> Any:
-    """The forward leg: quantize, pack, wire; rows as the matmul reads them."""
-    with jax.named_scope("quantize"):
-      sent = self.quantize(plan, x)
-    with jax.named_scope("exchange"):
-      weights = jnp.ones((x.shape[0], 1), jnp.float32)
-      return exchange.to_experts(sent, weights, plan, self.stage.ops)[0]
-
-  def home(self, plan: exchange.Plan, rows: jax.Array) -> Any:
-    """The backward leg: gradients of rows to their tokens."""
-    with jax.named_scope("quantize"):
-      sent = self.quantize(plan, rows)
-    with jax.named_scope("exchange"):
-      extra = jnp.ones(rows.shape[0], jnp.float32)
-      return exchange.to_tokens(sent, extra, plan, self.stage.ops)[0]
-
-
 def calls(
   precision: str,
   rows: int,
@@ -173,11 +77,13 @@ def calls(
   mesh: jax.sharding.Mesh,
 ) -> dict[str, Callable[[], Any]]:
   """What is timed of one precision, by name."""
-  devices = mesh.shape[AXIS]
-  config = layer(precision, asked.width, devices, asked.skew)
-  legs = Legs(config, mesh, slices)
-  spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
-  one = expert_ids(rows, config.num_experts, asked.skew)
+  devices = mesh.shape[exchange_legs.AXIS]
+  config = exchange_legs.layer(precision, asked.width, devices, asked.skew)
+  legs = exchange_legs.Legs(config, mesh, slices)
+  spec = jax.sharding.NamedSharding(
+    mesh, jax.sharding.PartitionSpec(exchange_legs.AXIS)
+  )
+  one = exchange_legs.expert_ids(rows, config.num_experts, asked.skew)
   ids = jax.device_put(np.concatenate([one] * devices), spec)
 
   def normal(count: int) -> jax.Array:
@@ -199,6 +105,8 @@ def calls(
   made[f"pack_{precision}_ms"] = pack, sent
   packed = jax.block_until_ready(pack(sent, ids))
   made[f"wire_{precision}_ms"] = legs.on_devices(legs.wire), packed
+  if rows % devices == 0:
+    made[f"dense_{precision}_ms"] = legs.on_devices(legs.dense), packed
   if precision == "mxfp8":
     landed = jax.block_until_ready(made["fwd_mxfp8_ms"][0](x, ids))
     made["dequantize_mxfp8_ms"] = legs.on_devices(legs.dequantize), landed
@@ -220,8 +128,10 @@ def run_case(
     samples=asked.samples,
     sample_seconds=asked.sample_seconds,
   )
-  devices = mesh.shape[AXIS]
-  per_peer = LOCAL_EXPERTS * exchange.slices_per_expert(LOCAL_EXPERTS, slices)
+  devices = mesh.shape[exchange_legs.AXIS]
+  per_peer = exchange_legs.LOCAL_EXPERTS * exchange.slices_per_expert(
+    exchange_legs.LOCAL_EXPERTS, slices
+  )
   case = Case(
     input_shape=(rows, asked.width),
     num_splits=devices * per_peer,
@@ -255,9 +165,13 @@ def table(cases: Sequence[Case], names: Sequence[str]) -> rich.table.Table:
     made.add_row(
       f"({rows}, {width})",
       str(case.num_splits),
-      *(f"{case.milliseconds[name]:.3f}" for name in names),
+      *(_cell(case.milliseconds.get(name)) for name in names),
     )
   return made
+
+
+def _cell(ms: float | None) -> str:
+  return "" if ms is None else f"{ms:.3f}"
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -306,11 +220,13 @@ def main(
   """Runs the command; returns its exit status."""
   asked = _parse(arguments)
   mesh = jax.make_mesh(
-    (asked.devices,), (AXIS,), devices=jax.devices()[: asked.devices]
+    (asked.devices,),
+    (exchange_legs.AXIS,),
+    devices=jax.devices()[: asked.devices],
   )
   console = rich.console.Console(width=None if sys.stdout.isatty() else 160)
   collective = exchange.describe(
-    layer("mxfp8", asked.width, asked.devices, asked.skew),
+    exchange_legs.layer("mxfp8", asked.width, asked.devices, asked.skew),
     asked.devices,
     jax.devices()[0].platform,
   )
@@ -323,9 +239,11 @@ def main(
     for rows in asked.rows:
       case, named = run_case(rows, slices, asked, mesh)
       cases.append(case)
-  phases = [n for n in cases[0].milliseconds if n not in TABLE]
+  timed = dict.fromkeys(n for case in cases for n in case.milliseconds)
+  phases = [name for name in timed if name not in TABLE]
   console.print(table(cases, TABLE))
-  console.print(table(cases, phases))
+  for precision in PRECISIONS:
+    console.print(table(cases, [n for n in phases if precision in n]))
   if asked.profile:
     profile(asked.profile, named)
   if asked.json:

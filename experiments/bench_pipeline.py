@@ -7,9 +7,10 @@
     dequantized  MXFP8 on the wire, dequantized after it, bf16 experts
     mxfp8        a row stays MXFP8 from its token to the matmul
 
-Forward, and forward with backward, of the layer without its router: the ids are
-given. A shape is d_model and d_ff of the experts. On GPUs "auto" decides what
-runs; `explain` says what, and the passes that XLA runs are counted here.
+Forward, backward alone, and both in one program, of the layer without its
+router: the ids are given. A shape is d_model and d_ff of the experts. On GPUs
+"auto" decides what runs; `explain` says what, and the passes that XLA runs are
+counted here.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ import numpy as np
 import rich.console
 import rich.table
 
-from experiments import bench_exchange
+from experiments import bench_exchange, exchange_legs
 from mxmoe_jax import MoEConfig, QuantizedWeights, Recipe, explain, layer
 from mxmoe_jax import sharding as sharding_lib
 from pallas_kernels import timing
 
 NAME = "pipeline"  # of the command
-AXIS = bench_exchange.AXIS
+AXIS = exchange_legs.AXIS
 ARMS = {
   "bf16": Recipe.bf16(),
   "dequantized": Recipe.mxfp8(
@@ -56,7 +57,8 @@ class Case:
     shape: d_model and d_ff.
     arm: Of `ARMS`.
     forward_ms: Dispatch, experts, combine.
-    both_ms: The same and their gradients.
+    backward_ms: Their gradients, from what the forward pass saved.
+    both_ms: Forward and backward in one program.
     xla_passes: Passes that no kernel of ours runs, of all that explain lists.
     passes: All that it lists, wires apart.
   """
@@ -64,6 +66,7 @@ class Case:
   shape: tuple[int, int]
   arm: str
   forward_ms: float
+  backward_ms: float
   both_ms: float
   xla_passes: int
   passes: int
@@ -76,7 +79,7 @@ def config(
   return MoEConfig(
     d_model=shape[0],
     d_ff=shape[1],
-    num_experts=bench_exchange.LOCAL_EXPERTS * asked.devices,
+    num_experts=exchange_legs.LOCAL_EXPERTS * asked.devices,
     top_k=asked.top_k,
     expert_axis=AXIS if asked.devices > 1 else None,
     recipe=ARMS[arm],
@@ -91,7 +94,7 @@ def arrays(
   spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
   tokens = asked.tokens * asked.devices
   one = [
-    bench_exchange.expert_ids(asked.tokens, made.num_experts, asked.skew)
+    exchange_legs.expert_ids(asked.tokens, made.num_experts, asked.skew)
   ] * asked.devices
   first = np.concatenate(one)
   others = np.arange(asked.top_k, dtype=np.int32)
@@ -133,9 +136,13 @@ def run_case(
     y, pull = jax.vjp(forward, x, weights, params)
     return y, pull(y)
 
+  saving = jax.jit(functools.partial(jax.vjp, forward))
+  y, pull = jax.block_until_ready(saving(x, weights, params))
+  backward = jax.jit(lambda pull, y: pull(y))
   calls = [
-    functools.partial(jax.jit(function), x, weights, params)
-    for function in (forward, both)
+    functools.partial(jax.jit(forward), x, weights, params),
+    functools.partial(backward, pull, y),
+    functools.partial(jax.jit(both), x, weights, params),
   ]
   found = timing.measure_in_turn(
     calls, samples=asked.samples, sample_seconds=asked.sample_seconds
@@ -146,7 +153,8 @@ def run_case(
     shape=shape,
     arm=arm,
     forward_ms=found[0].median_us / 1e3,
-    both_ms=found[1].median_us / 1e3,
+    backward_ms=found[1].median_us / 1e3,
+    both_ms=found[2].median_us / 1e3,
     xla_passes=sum(p.implementation == "xla" for p in ours),
     passes=len(ours),
   )
@@ -155,19 +163,21 @@ def run_case(
 def table(cases: Sequence[Case]) -> rich.table.Table:
   """The arms, with what each takes as a share of bf16."""
   made = rich.table.Table()
-  heads = "shape", "arm", "forward_ms", "x bf16", "both_ms", "x bf16", "by XLA"
-  for head in heads:
+  times = "forward_ms", "backward_ms", "both_ms"
+  heads = [head for time in times for head in (time, "x bf16")]
+  for head in ("shape", "arm", *heads, "by XLA"):
     made.add_column(head, justify="right", no_wrap=True)
   base = {c.shape: c for c in cases if c.arm == "bf16"}
   for case in cases:
     bf16 = base[case.shape]
+    cells = []
+    for time in times:
+      ms = getattr(case, time)
+      cells += [f"{ms:.3f}", f"{getattr(bf16, time) / ms:.2f}"]
     made.add_row(
       str(case.shape),
       case.arm,
-      f"{case.forward_ms:.3f}",
-      f"{bf16.forward_ms / case.forward_ms:.2f}",
-      f"{case.both_ms:.3f}",
-      f"{bf16.both_ms / case.both_ms:.2f}",
+      *cells,
       f"{case.xla_passes} of {case.passes}",
     )
   return made

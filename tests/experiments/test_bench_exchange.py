@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import bench, bench_exchange, bench_pipeline
+from experiments import bench, bench_exchange, bench_pipeline, exchange_legs
 
 
 def test_the_table_has_every_column_and_the_phases(tmp_path, capsys):
@@ -16,7 +16,9 @@ def test_the_table_has_every_column_and_the_phases(tmp_path, capsys):
   assert bench.main(asked) == 0
   shown = capsys.readouterr().out
   heads = ("input_shape", "num_splits", *bench_exchange.TABLE)
-  phases = ("quantize_mxfp8_ms", "wire_bf16_ms", "dequantize_mxfp8_ms")
+  phases = ["quantize_mxfp8_ms", "dequantize_mxfp8_ms"]
+  for precision in bench_exchange.PRECISIONS:
+    phases += [f"{p}_{precision}_ms" for p in ("pack", "wire", "dense")]
   assert all(head in shown for head in (*heads, *phases))
   found = json.loads(file.read_text())
   assert [case["num_splits"] for case in found["cases"]] == [16, 32]
@@ -39,14 +41,16 @@ def test_pipeline_times_three_arms(tmp_path, capsys):
   cases = json.loads(file.read_text())["cases"]
   assert [case["arm"] for case in cases] == list(bench_pipeline.ARMS)
   for case in cases:
-    assert 0 < case["forward_ms"] < case["both_ms"]
+    for time in ("forward_ms", "backward_ms", "both_ms"):
+      assert time in shown
+      assert case[time] > 0
     assert 0 < case["xla_passes"] == case["passes"]  # a CPU has no kernel
 
 
 @pytest.mark.parametrize("skew", [1.0, 3.0])
 def test_the_first_devices_experts_get_the_skew(skew):
-  local = bench_exchange.LOCAL_EXPERTS
-  ids = bench_exchange.expert_ids(4096, 2 * local, skew)
+  local = exchange_legs.LOCAL_EXPERTS
+  ids = exchange_legs.expert_ids(4096, 2 * local, skew)
   counts = np.bincount(ids[:, 0], minlength=2 * local)
   assert counts.sum() == 4096
   got = counts[:local].sum() / counts[local:].sum()
