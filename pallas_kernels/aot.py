@@ -49,6 +49,7 @@ from pallas_kernels import (
 )
 from pallas_kernels.blackwell import grouped_matmul as blackwell_grouped_matmul
 from pallas_kernels.blackwell import grouped_wgrad as blackwell_grouped_wgrad
+from pallas_kernels.blackwell import simple_matmul as blackwell_simple_matmul
 from pallas_kernels.hopper import grouped_matmul as hopper_grouped_matmul
 from pallas_kernels.hopper import grouped_wgrad as hopper_grouped_wgrad
 from pallas_kernels.hopper import wgrad_folded as hopper_wgrad_folded
@@ -118,6 +119,7 @@ def kernels(target: Target) -> list[mosaic.Variant]:
     *(quantize, dequantize, requantize, permute, fold, gather_quantize),
     *(swiglu, swiglu_rows),
     *(hopper_grouped_matmul, hopper_grouped_wgrad, hopper_wgrad_folded),
+    blackwell_simple_matmul,
     *(blackwell_grouped_matmul, blackwell_grouped_wgrad),
   )
   return [v for module in modules for v in module.variants(target.name)]

@@ -43,13 +43,9 @@ def problem(sizes, depth=K, width=N, rows=ROWS, dtypes=(mxfp8.E4M3,) * 2):
   """(lhs, rhs, layout)."""
   rows = groups.aligned_rows(rows, len(sizes))
   layout = groups.group_layout(jnp.asarray(sizes, jnp.int32), rows)
-  both = (
-    operand(layout, columns, seed, dtype)
-    for seed, (columns, dtype) in enumerate(
-      zip((depth, width), dtypes, strict=True)
-    )
-  )
-  return *both, layout
+  lhs = operand(layout, depth, 0, dtypes[0])
+  rhs = operand(layout, width, 1, dtypes[1])
+  return lhs, rhs, layout
 
 
 def expected(lhs, rhs, layout):
@@ -266,6 +262,7 @@ def test_the_default_tile_wastes_least(depth, width, shape):
     (dict(lhs=128, rhs=256), "256x256, 256x128 or 128x128"),
     (dict(accumulators=3), "accumulators must be 1 or 2"),
     (dict(stages=1), "at least 2 stages"),
+    (dict(along=2), "along must be 0 or 1"),
     (dict(stages=6), "take fewer stages"),
     (dict(lhs=128, rhs=128, stages=7), "bytes of shared memory"),
   ],
