@@ -292,5 +292,6 @@ def launch(problem: Problem, clusters: int) -> dict[str, Any]:
     "cluster_names": (PAIR,),
     "num_threads": 2,
     "thread_name": WARPGROUP,
+    "kernel_name": "blackwell_grouped_matmul",  # in profiles
     "compiler_params": mosaic.compiler_params(),
   }

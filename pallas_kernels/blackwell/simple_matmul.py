@@ -196,6 +196,7 @@ def simple_matmul(
     scratch_types=_scratch(depth, depth, width, across, types),
     grid=(layout.tiles, -(-width // TILE)),
     grid_names=("row", "column"),
+    kernel_name="blackwell_simple_matmul",  # in profiles
     compiler_params=plgpu.CompilerParams(
       lowering_semantics=plgpu.LoweringSemantics.Lane
     ),
