@@ -15,14 +15,10 @@ Three ways, chosen by the operands:
              [G, N, K]: fp8 wgmma, the scales applied to the sums. fp8 wgmma
              adds in fewer bits than float32: 2e-3 of the norm, measured.
 
-Times torch's bf16 grouped matmul, on one H200 at its power limit, interleaved:
-
-  (R, G, K, N)             plain        folded  converted, weights bf16, MXFP8
-  32768, 8, 5120, 8192     1.02 - 1.08  1.96    1.05  0.98
-  32768, 32, 7168, 2048    1.06 - 1.08  2.00    1.08  0.90
-  32768, 8, 8192, 5120     0.99         1.92    0.97
-  32768, 32, 2048, 7168    1.05         1.77    0.98
-  32768, 32, 2880, 2880    1.16 - 1.22  1.86    0.95
+On one H200 at (R, G, K, N) = (32768, 8, 5120, 8192), times torch's bf16 grouped
+matmul, forward and dgrad: plain 1.10 and 1.08, folded 2.05 and 1.94, converted
+0.97 and 0.91, or 1.03 and 0.94 with weights in bf16
+(experiments/results/nvidia_h200/grouped_matmul.json).
 
 The kernel's body is in `matmul_kernel`. Rows of nobody: padding rows inside a
 group's last tile hold the product of what lhs holds there; tiles past the last
