@@ -29,6 +29,8 @@ class Workload:
     meaning: The reference on the same arguments, with the same results.
     bar: Share of a copy's bandwidth that the project asks for, if any.
     tuned: Name under which a schedule measured on this is looked up, if any.
+    between: Takes the arguments; what the first of two kernels hands to the
+      second, if there are two.
   """
 
   kernel: str
@@ -40,6 +42,7 @@ class Workload:
   meaning: Callable[..., Any]
   bar: float | None = None
   tuned: str | None = None
+  between: Callable[..., Any] | None = None
 
   @property
   def name(self) -> str:
@@ -47,9 +50,12 @@ class Workload:
     return f"{self.kernel} {self.variant} {self.rows} x {self.width}"
 
   def bytes(self) -> int:
-    """Bytes of inputs and results, each counted once."""
+    """Bytes of inputs and results, each once, and what lies between twice."""
     arguments = jax.eval_shape(self.make)
-    return timing.nbytes((arguments, jax.eval_shape(self.run, *arguments)))
+    counted = [arguments, jax.eval_shape(self.run, *arguments)]
+    if self.between is not None:  # written, then read
+      counted += [jax.eval_shape(self.between, *arguments)] * 2
+    return timing.nbytes(counted)
 
 
 def normal(seed: int, shape: tuple[int, ...]) -> jax.Array:

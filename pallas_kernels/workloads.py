@@ -8,6 +8,7 @@ Bytes are those of all inputs, read once, and all results, written once:
     dequantize   1.03 + 2
     swiglu       forward 4 + 2.06, backward 6 + 4.13 an element of F
     permute      1.03 + 1.03, as requantize
+    quantize, then pack, two kernels: 2 + 1.03, then 1.03 + 1.03
 
 Not here: times (`timing`), tables (`experiments.bench`), tiles (`autotune`).
 """
@@ -270,12 +271,22 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
       variant=variant, make=make, run=run, meaning=meaning, **common | more
     )
 
+  def packed_make():
+    return workload.normal(0, (rows, width)), *pack_make()[1:]
+
+  def packed(x, row, weight, *, quantize, pack):
+    return pack(quantize(x), row, weight)
+
   part = functools.partial
   return [
     one("arrays", rows_make, permute.permute, permute_meaning, bar=0.80),
     one("packed rows", lambda: (reference.pack(*pack_make()), source()),
         wire_run, part(_unpacked, width=width), bar=0.80),
     one("pack", pack_make, permute.pack, reference.pack),
+    one("quantize, then pack", packed_make,
+        part(packed, quantize=quantize.quantize, pack=permute.pack),
+        part(packed, quantize=reference.quantize, pack=reference.pack),
+        bar=0.80, between=lambda x, *_: reference.quantize(x)),
     one("arrays, folded", rows_make, part(permute.permute, folded=True),
         part(reference.take_rows, folded=True)),
     one("pack, folded", pack_make, part(permute.pack, folded=True),

@@ -42,6 +42,14 @@ def test_a_workload_compares_like_with_like(workload):
     assert wanted <= got < wanted + 0.03
 
 
+def test_what_one_kernel_hands_to_another_counts_twice():
+  rows, width = 1024, 512
+  made = {w.variant: w for w in workloads.permute_workloads(rows, width)}
+  both, pack = made["quantize, then pack"], made["pack"]
+  numbers, scaled = 2 * rows * width, rows * (width + width // 32)
+  assert both.bytes() == numbers + scaled + pack.bytes()
+
+
 def test_every_count_is_of_a_workload():
   names = {p.id for p in all_workloads()}
   assert set(PER_ELEMENT) <= names
