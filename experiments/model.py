@@ -122,6 +122,17 @@ def rotate(x: jax.Array, base: float) -> jax.Array:
   return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
+def _embed(embedding: nnx.Embed, tokens: jax.Array) -> jax.Array:
+  """The embedding of each token, as a product with one-hot rows.
+
+  The numbers are those of a gather, but the gradient is a product too. That of
+  a gather adds bf16 rows by atomics: with a byte as a token most of them meet
+  in few rows, and a GPU spent half of a training step there.
+  """
+  one_hot = jax.nn.one_hot(tokens, embedding.num_embeddings, dtype=jnp.bfloat16)
+  return one_hot @ embedding.embedding[...].astype(jnp.bfloat16)
+
+
 class Attention(nnx.Module):
   """Causal multi-head self-attention with rotary positions."""
 
@@ -221,7 +232,7 @@ class Transformer(nnx.Module):
       logits ``[batch, time, vocabulary] float32``, and the stats of all
       layers.
     """
-    x = self.embedding(tokens)
+    x = _embed(self.embedding, tokens)
     call = _call_recomputed if self.config.remat else Block.__call__
     if self.config.scan_layers:
       x, layers = _scan(call, list(self.blocks), x)

@@ -5,7 +5,8 @@ reference's is, and
 
     codes    the share of equal elements is at least `Limits.equal`
     numbers  |got - want| / |want| <= `Limits.frobenius`, and no element is off
-             by more than `Limits.element` times the root mean square of want
+             by more than `Limits.element` times the root mean square of want in
+             its row, or in its group for a weight gradient
 
 and when three more calls give the same bits: an error that moves is a race.
 """
@@ -30,7 +31,8 @@ class Limits:
     equal: The least share of equal elements of each result that is not
       float32; None compares them as numbers.
     frobenius: The largest relative Frobenius error of a result of numbers.
-    element: The largest error of one element, in units of the root mean square.
+    element: The largest error of one element, in units of the root mean square
+      over its index along the first axis: rows and groups differ in size.
   """
 
   equal: float | None = 1.0
@@ -182,16 +184,24 @@ def _unequal(got: jax.Array, want: jax.Array) -> jax.Array:
 
 @jax.jit
 def _errors(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Relative Frobenius error, and the largest error over the rms of want."""
+  """Relative Frobenius error, and the largest error over the rms of want.
+
+  The rms is that of each index along the first axis, of vectors that of all.
+  Where all of want is zero, any error is infinitely large.
+  """
   got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-  scale = jnp.max(jnp.abs(want))  # squares of small numbers underflow
+  scale = jnp.max(jnp.abs(want), initial=0.0)  # small squares underflow
   scale = jnp.where(scale > 0, scale, 1.0)
   error, want = (got - want) / scale, want / scale
   rms = jnp.sqrt(jnp.mean(jnp.square(want)))
   rms = jnp.where(rms > 0, rms, 1.0)
   frobenius = jnp.sqrt(jnp.mean(jnp.square(error))) / rms
   error = jnp.where(jnp.isnan(error), jnp.inf, jnp.abs(error))
-  return frobenius, jnp.max(error, initial=0.0) / rms
+  lines = tuple(range(1, want.ndim)) or None
+  rms = jnp.sqrt(jnp.mean(jnp.square(want), axis=lines, keepdims=True))
+  return frobenius, jnp.max(
+    jnp.where(error > 0, error / rms, 0.0), initial=0.0
+  )
 
 
 def same_bits(got: Any, want: Any) -> bool:

@@ -247,8 +247,7 @@ def gather_quantize(
   """Rows of bf16 x by index, quantized along rows and columns.
 
   Two kernels, one after the other: `take_rows`, then `quantize.quantize_both`.
-  `gather_quantize` saves the gathered copy, 4 of 8 bytes an element, but has
-  not run on a GPU yet.
+  `gather_quantize` saves the gathered copy, 4 of 8 bytes an element.
 
   Args:
     x: [n, K] bf16.

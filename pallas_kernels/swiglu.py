@@ -131,7 +131,7 @@ def swiglu_quantize(
   rounding: mxfp8.Rounding = "rceil",
   dtype: Any = mxfp8.E4M3,
   folded: bool = False,
-  one_pass: bool = False,
+  one_pass: bool = True,
   tile: SwigluTile | None = None,
   interpret: Any = False,
 ) -> Forward:
@@ -150,9 +150,10 @@ def swiglu_quantize(
     save_pre: Write pre in MXFP8 rows (bf16 pre only).
     rounding: One of `mxfp8.RULES`.
     dtype: float8_e4m3fn or float8_e5m2.
-    folded: Fold the rows in a second kernel (`fold`), 2.03 bytes more.
-    one_pass: Fold them here instead (`swiglu_rows`), where a row fits and
-      nothing else is asked for. Interpreted and compiled, not yet run.
+    folded: Fold the rows (`reference.fold`).
+    one_pass: Fold them in the same kernel (`swiglu_rows`), where a row fits and
+      nothing else is asked for; otherwise a second one does (`fold`), which
+      moves 2.03 bytes more. Measured: faster forward, no faster backward.
     tile: The schedule; None for the default.
     interpret: Interpret parameters; False compiles.
 
@@ -227,7 +228,7 @@ def swiglu_backward_quantize(
     rounding: As above.
     dtype: float8_e4m3fn or float8_e5m2.
     folded: As above.
-    one_pass: As above.
+    one_pass: As above; not the default here.
     tile: As above.
     interpret: As above.
 

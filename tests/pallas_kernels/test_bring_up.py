@@ -5,6 +5,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import (
@@ -139,6 +140,26 @@ def test_a_process_that_cannot_be_ended_is_said(monkeypatch):
   )
   assert second.outcome == "failed"
   assert second.why.startswith("not run")
+
+
+def test_an_element_is_judged_by_its_row_or_group():
+  one_row = np.zeros((1024, 512), np.float32)
+  one_row[3] = np.random.default_rng(0).normal(size=512)
+  rounded, largest = one_row.copy(), np.abs(one_row[3]).argmax()
+  rounded[3, largest] *= 1 + 2**-8  # another bf16
+  limits = bring_up_check.NUMBERS
+  right = bring_up_check.compare(rounded, one_row, limits)
+  assert right.ok  # though 0.3 of the rms of all rows
+  assert 0.005 < right.element < 0.02
+  two = np.stack([one_row, one_row * 1e-4])  # groups of a weight gradient
+  wrong = two.copy()
+  wrong[1, 3, 0] += 1e-4
+  found = bring_up_check.compare(wrong, two, limits)
+  assert not found.ok
+  assert found.frobenius < limits.frobenius
+  wrong = one_row.copy()
+  wrong[4, 0] = 1e-9  # where nothing belongs
+  assert not bring_up_check.compare(wrong, one_row, limits).ok
 
 
 def test_a_result_that_moves_is_wrong():
