@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+import concurrent.futures
 import dataclasses
 import importlib.util
 import json
@@ -88,16 +89,20 @@ def build(
   asked: argparse.Namespace, data: Any, configs: dict[str, Any]
 ) -> tuple[list[Program], dict[str, str]]:
   """Compiles and runs each arm once; those that refuse come with reasons."""
-  programs, refused = [], {}
-  for name in asked.arms:
+
+  def attempt(name: str) -> Program | str:
     try:
       program = layer_arms.build(name, configs[name], data)
       jax.block_until_ready(program.step(*data))
     except REFUSALS as reason:
-      refused[name] = _short(reason)
-    else:
-      programs.append(program)
-  return programs, refused
+      return _short(reason)
+    return program
+
+  with concurrent.futures.ThreadPoolExecutor() as pool:  # it is compiling
+    made = dict(zip(asked.arms, pool.map(attempt, asked.arms), strict=True))
+  refused = {name: found for name, found in made.items()
+             if isinstance(found, str)}  # fmt: skip
+  return [p for p in made.values() if isinstance(p, Program)], refused
 
 
 def _short(reason: BaseException) -> str:

@@ -10,6 +10,7 @@ between them is not counted: the parts add up to the whole about, not exactly.
 """
 
 from collections.abc import Callable
+import concurrent.futures
 import dataclasses
 import functools
 from typing import Any
@@ -48,6 +49,9 @@ _MATMULS = {
   ("backward", "grouped_matmul"): ("down dgrad", "up dgrad"),
   ("backward", "grouped_wgrad"): ("down wgrad", "up wgrad"),
 }
+
+
+THREADS = 8  # that compile
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,8 +236,17 @@ def measure(
     **options: of `timing.measure_in_turn`.
   """
   found, seen = [], []
-  for call in calls(config, data):
-    time = timing.time_function(jax.jit(call.run), call.arrays, **options)
+  made, others = calls(config, data), _others(config, data)
+
+  def compiled(item: tuple[Callable[..., Any], Any]) -> Any:
+    return jax.jit(item[0]).lower(*item[1]).compile()
+
+  with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+    work = [(call.run, call.arrays) for call in made]
+    work += [other[3:] for other in others]
+    programs = list(pool.map(compiled, work))
+  for call, program in zip(made, programs, strict=False):
+    time = timing.time_function(program, call.arrays, **options)
     found.append(
       Part(
         direction=call.direction,
@@ -244,8 +257,9 @@ def measure(
       )
     )
     seen.append(dataclasses.replace(call, arrays=()))
-  for direction, part, name, function, arguments in _others(config, data):
-    time = timing.time_function(jax.jit(function), arguments, **options)
+  for other, program in zip(others, programs[len(made) :], strict=True):
+    direction, part, name, _, arguments = other
+    time = timing.time_function(program, arguments, **options)
     found.append(
       Part(
         direction=direction,
