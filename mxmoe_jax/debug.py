@@ -335,7 +335,7 @@ class _Listener:
 
   def _views(self, name: str, x: Any, views: Views) -> None:
     for mx in (views.rows, views.columns):
-      if mx is not None:
+      if isinstance(mx, MxArray):
         self._add(f"{name} {_side(mx)}", x, mx)
 
   def _add(self, name: str, x: jax.Array, mx: MxArray) -> None:

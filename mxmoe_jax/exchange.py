@@ -198,7 +198,7 @@ def _slot_homes(experts: jax.Array, slots: permute.SlotOrder,
 
 def to_experts(x: jax.Array | MxArray, weights: jax.Array, plan: Plan,
                ops: backend_lib.Ops, *, folded: bool = False
-               ) -> tuple[jax.Array | MxArray, jax.Array]:
+               ) -> tuple[jax.Array | MxArray | wire.WireRows, jax.Array]:
   """Sends tokens to their experts (dispatch, and the gradient of combine).
 
   Args:
@@ -209,7 +209,8 @@ def to_experts(x: jax.Array | MxArray, weights: jax.Array, plan: Plan,
     folded: fold the rows of an MxArray on the way (`reference.fold`).
 
   Returns:
-    rows: [R, d] like x; padding rows 0 with scale byte 0.
+    rows: [R, d] like x; MXFP8 rows that came over the wire stay there, as
+      `wire.WireRows`. Padding rows are 0 with scale byte 0.
     row_weights: [R] float32; padding 0.
   """
   weights = weights.reshape(-1)
@@ -221,8 +222,11 @@ def to_experts(x: jax.Array | MxArray, weights: jax.Array, plan: Plan,
     return ops.take_rows(x, token, **fold), groups.take_rows(weights, slot)
   packed = ops.pack(x, plan.slots.order // plan.top_k,
                     groups.take_rows(weights, plan.slots.order), **fold)
-  like = dataclasses.replace(x, **fold) if isinstance(x, MxArray) else x
-  return wire.unpack(send(packed, plan), like)
+  landed = send(packed, plan)
+  if isinstance(x, MxArray):
+    rows = wire.WireRows(landed, x.shape[1], x.data.dtype, **fold)
+    return rows, rows.weights()
+  return wire.unpack(landed, x)
 
 
 def to_tokens(rows: jax.Array | MxArray, extra: jax.Array, plan: Plan,

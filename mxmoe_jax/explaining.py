@@ -97,6 +97,8 @@ def explain(config: MoEConfig, tokens: int, *,
   ep = sharding.ep if sharding else 1
   local = tokens // shards
   kept, forward, backward = _trace(config, local, device)
+  if ep > 1:
+    kept = residuals.over_wire(kept)
   per_row = residuals.bytes_per_row(kept)
   rows = config.buffer_rows(local, ep)
   platform = (device or backend_lib.default_device()).platform

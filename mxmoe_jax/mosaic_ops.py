@@ -6,12 +6,14 @@ into the reference (backend "auto") or lets through ("mosaic").
 """
 
 from collections.abc import Callable
+import dataclasses
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import dequantize as dequantize_kernel
-from pallas_kernels import groups, mxfp8, permute, reference, swiglu
+from pallas_kernels import groups, mxfp8, permute, reference, swiglu, wire
 from pallas_kernels import quantize as quantize_kernel
 from pallas_kernels import requantize as requantize_kernel
 from pallas_kernels.blackwell import grouped_matmul as blackwell_matmul
@@ -23,8 +25,43 @@ MxArray = mxfp8.MxArray
 Views = reference.Views
 
 quantize = quantize_kernel.quantize
-dequantize = dequantize_kernel.dequantize
-requantize = requantize_kernel.requantize
+
+
+def dequantize(x: MxArray | wire.WireRows, dtype: Any = jnp.bfloat16
+               ) -> jax.Array:
+  """`reference.dequantize`; rows on the wire are copied out first."""
+  return dequantize_kernel.dequantize(wire.array(x), dtype)
+
+
+def requantize(x: MxArray | wire.WireRows, axis: int = -2,
+               **options: Any) -> MxArray:
+  """`reference.requantize`; rows on the wire are read in their place."""
+  if not isinstance(x, wire.WireRows):
+    return requantize_kernel.requantize(x, axis, **options)
+  scale, _ = permute.relayout_wire(x.packed, x.width)
+  return requantize_kernel.requantize_data(x.data, scale, x.width, **options)
+
+
+def in_place(kernel: Callable[..., jax.Array], blocked: bool
+             ) -> Callable[..., jax.Array]:
+  """A grouped matmul kernel that reads rows on the wire in their place.
+
+  Args:
+    kernel: takes ``lhs_rows``.
+    blocked: whether it reads blocked scales.
+  """
+
+  def multiply(lhs: jax.Array | MxArray | wire.WireRows, *args: Any,
+               **options: Any) -> jax.Array:
+    if not isinstance(lhs, wire.WireRows):
+      return kernel(lhs, *args, **options)
+    rows = lhs.array()
+    if blocked and lhs.width % groups.ROW_ALIGN == 0:  # whole scale atoms
+      scale, _ = permute.relayout_wire(lhs.packed, lhs.width)
+      rows = dataclasses.replace(rows, scale=scale, layout="blocked")
+    return kernel(rows, *args, lhs_rows=lhs.data, **options)
+
+  return multiply
 
 
 def views(x: jax.Array, *, rows: mxfp8.Layout | None = "linear",
@@ -91,9 +128,11 @@ def kernels(generation: Literal["hopper", "blackwell"]
   Matmuls are written for one generation's tensor cores; the rest runs on both.
   """
   matmuls: dict[str, dict[str, Callable[..., Any]]] = {
-      "hopper": dict(grouped_matmul=hopper_matmul.grouped_matmul,
+      "hopper": dict(grouped_matmul=in_place(hopper_matmul.grouped_matmul,
+                                             blocked=False),
                      grouped_wgrad=hopper_wgrad.grouped_wgrad),
-      "blackwell": dict(grouped_matmul=blackwell_matmul.grouped_matmul,
+      "blackwell": dict(grouped_matmul=in_place(
+          blackwell_matmul.grouped_matmul, blocked=True),
                         grouped_wgrad=blackwell_wgrad.grouped_wgrad)}
   return matmuls[generation] | dict(
       quantize=quantize, views=views, requantize=requantize,

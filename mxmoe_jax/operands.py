@@ -15,9 +15,10 @@ import jax.numpy as jnp
 
 from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
-from pallas_kernels import groups, mxfp8
+from pallas_kernels import groups, mxfp8, wire
 
 MxArray = mxfp8.MxArray
+WireRows = wire.WireRows
 Recipe = config_lib.Recipe
 
 
@@ -53,13 +54,13 @@ def read_form(ops: backend_lib.Ops, axis: int, folded: bool = False) -> Form:
   return Form(folded=folded and axis == -1)
 
 
-def operand(x: jax.Array | MxArray, axis: int, precision: str,
+def operand(x: jax.Array | MxArray | WireRows, axis: int, precision: str,
             ops: backend_lib.Ops, recipe: Recipe, dtype: Any = mxfp8.E4M3,
-            form: Form = LINEAR) -> jax.Array | MxArray:
+            form: Form = LINEAR) -> Any:
   """A matmul operand in the precision that the recipe asks for.
 
   Args:
-    x: what there is: bf16 or float32 numbers, or MXFP8.
+    x: what there is: bf16 or float32 numbers, MXFP8, or MXFP8 on the wire.
     axis: the axis that the matmul contracts.
     precision: "mxfp8" or "bf16".
     ops: operations of the backend.
@@ -68,17 +69,17 @@ def operand(x: jax.Array | MxArray, axis: int, precision: str,
     form: of what is quantized here.
 
   Returns:
-    bf16 numbers, or an MxArray with blocks along `axis`. MXFP8 with blocks
-    along another axis is quantized a second time.
+    bf16 numbers, or an MxArray (or rows on the wire) with blocks along `axis`.
+    MXFP8 with blocks along another axis is quantized a second time.
   """
   if precision == "bf16":
-    if isinstance(x, MxArray):
+    if isinstance(x, MxArray | WireRows):
       return ops.dequantize(x, jnp.bfloat16)
     return x.astype(jnp.bfloat16)
-  if not isinstance(x, MxArray):
+  if not isinstance(x, MxArray | WireRows):
     return ops.quantize(x, axis, rounding=recipe.rounding, dtype=dtype,
                         layout=form.layout, folded=form.folded)
-  if x.block == "32x32":
+  if isinstance(x, MxArray) and x.block == "32x32":
     return x.along(axis)
   if x.axis == axis:
     return x
@@ -112,7 +113,7 @@ def weight_operand(w: jax.Array | MxArray, axis: int, precision: str,
   return operand(w, axis, precision, ops, recipe)
 
 
-def multiply(x: jax.Array | MxArray, w: jax.Array | MxArray,
+def multiply(x: jax.Array | MxArray | WireRows, w: jax.Array | MxArray,
              layout: groups.GroupLayout, ops: backend_lib.Ops, *,
              transpose_rhs: bool = False, out_dtype: Any = jnp.bfloat16
              ) -> jax.Array:

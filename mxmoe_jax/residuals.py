@@ -1,6 +1,6 @@
 """What the forward pass keeps for the backward pass, by recipe.
 
-    rows    MXFP8 as they came over the wire, else what wgrad reads
+    rows    MXFP8 as they came, in their wire rows; else what wgrad reads
     pre     [gate | up] in bf16 or MXFP8, or nothing: one more matmul
     hidden  what wgrad reads, or nothing: SwiGLU again
 
@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 from jax import ad_checkpoint
+import jax.numpy as jnp
 
 from mxmoe_jax import experts as experts_lib
 from mxmoe_jax import stage as stage_lib
 from mxmoe_jax import weights as weights_lib
-from pallas_kernels import groups, mxfp8, reference
+from pallas_kernels import groups, mxfp8, reference, wire
 
 MxArray = mxfp8.MxArray
 Views = reference.Views
@@ -103,6 +104,18 @@ def restore(kept: Residuals, params: dict[str, jax.Array],
     hidden = experts_lib.activate(pre, kept.row_weights, params, layout,
                                   stage, rows=False, columns=True)
   return pre, hidden
+
+
+def over_wire(kept: Residuals) -> Residuals:
+  """Abstract residuals of one device as they are where a wire lies between."""
+  mx = kept.rows.rows
+  if not isinstance(mx, MxArray):
+    return kept
+  rows, width = mx.shape
+  packed: Any = jax.ShapeDtypeStruct((rows, wire.stride(width, "mxfp8")),
+                                     jnp.uint8)
+  there = wire.WireRows(packed, width, mx.data.dtype, mx.folded)
+  return dataclasses.replace(kept, rows=Views(rows=there))
 
 
 def bytes_per_row(kept: Residuals) -> float:

@@ -15,7 +15,7 @@ from mxmoe_jax import backend as backend_lib
 from mxmoe_jax import config as config_lib
 from mxmoe_jax import operands
 from mxmoe_jax import sharding as sharding_lib
-from pallas_kernels import mxfp8, reference
+from pallas_kernels import mxfp8, reference, wire
 
 MxArray = mxfp8.MxArray
 MoEConfig = config_lib.MoEConfig
@@ -71,7 +71,7 @@ class Stage:
             for name, w in params.items()}
 
   def read(self, x: Views, axis: int, precision: str,
-           grad: bool = False) -> jax.Array | MxArray:
+           grad: bool = False) -> Any:
     """The form of x that a matmul contracts along `axis`.
 
     Args:
@@ -124,19 +124,19 @@ class Stage:
                 folded=rows is not None and self.folds(rows))
 
 
-def arrived(x: jax.Array | MxArray, stage: Stage,
+def arrived(x: jax.Array | MxArray | wire.WireRows, stage: Stage,
             grad: bool = False) -> Views:
   """Rows as they came over the wire, in the forms that matmuls read.
 
   MXFP8 rows stay as they are; bf16 rows are quantized both ways in one read.
 
   Args:
-    x: [R, D] MxArray or bf16.
+    x: [R, D] MxArray, rows on the wire, or bf16.
     stage: operations and options.
     grad: dy on its way back, rather than x.
   """
   recipe = stage.recipe
-  if isinstance(x, MxArray):
+  if isinstance(x, MxArray | wire.WireRows):
     return Views(rows=x)
   matmul_reads = recipe.input_grad if grad else recipe.forward
   dtype = recipe.gradient_dtype if grad else mxfp8.E4M3

@@ -154,18 +154,19 @@ def permute_wire(
 
 
 def relayout_wire(
-  wire: jax.Array, layout: groups.GroupLayout, width: int, *,
+  wire: jax.Array, width: int, layout: groups.GroupLayout | None = None, *,
   interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
   """Blocked scales and weights of packed rows that lie in aligned groups.
 
   The data stays where it is: matmuls read it through column boxes of the wire
-  buffer. Padding rows get scale byte 0 and weight 0, whatever they hold.
+  buffer. With a layout padding rows get scale byte 0 and weight 0, whatever
+  they hold.
 
   Args:
     wire: [rows, stride] uint8.
-    layout: Of the rows.
     width: K, a multiple of 128.
+    layout: Of the rows; None if padding rows are zeros already.
     interpret: As in `take_rows`.
 
   Returns:
@@ -174,10 +175,11 @@ def relayout_wire(
   Raises:
     NotImplementedError: The kernel does not take this shape.
   """
-  permute_call.check_rows(layout.rows, width)
+  permute_call.check_rows(wire.shape[0], width)
   permute_call.check_wire(wire, width)
-  row = jnp.arange(layout.rows, dtype=jnp.int32)
-  source = jnp.where(layout.row_valid(), row, -1)
+  source = jnp.arange(wire.shape[0], dtype=jnp.int32)
+  if layout is not None:
+    source = jnp.where(layout.row_valid(), source, -1)
   return _wire_scales(wire, source, width, interpret)
 
 

@@ -38,8 +38,10 @@ requantize = reference_format.requantize
 views = reference_format.views
 
 
-def _operand(x: jax.Array | MxArray, axis: int) -> jax.Array:
+def _operand(operand: jax.Array | MxArray | wire.WireRows, axis: int
+             ) -> jax.Array:
   """An operand as float32 numbers, after a check of its blocks."""
+  x = wire.array(operand)
   if isinstance(x, MxArray):
     if x.block == "1x32" and x.axis != axis:
       raise ValueError(
@@ -59,13 +61,14 @@ def _round_bf16(x: jax.Array) -> jax.Array:
   return exact.astype(jnp.bfloat16)
 
 
-def grouped_matmul(lhs: jax.Array | MxArray, rhs: jax.Array | MxArray,
-                   layout: GroupLayout, *, transpose_rhs: bool = False,
+def grouped_matmul(lhs: jax.Array | MxArray | wire.WireRows,
+                   rhs: jax.Array | MxArray, layout: GroupLayout, *,
+                   transpose_rhs: bool = False,
                    out_dtype: Any = jnp.bfloat16) -> jax.Array:
   """y[r] = lhs[r] @ rhs[group of r], float32 sums.
 
   Args:
-    lhs: [rows, K] bf16, or MxArray with blocks along axis -1.
+    lhs: [rows, K] bf16, MxArray with blocks along axis -1, or wire rows.
     rhs: [groups, K, N] bf16, or MxArray with blocks along axis -2 (or 32x32).
       With transpose_rhs: [groups, N, K], blocks along axis -1.
     layout: of the rows of lhs.

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mxfp8
+from pallas_kernels import mxfp8, wire
 
 MxArray = mxfp8.MxArray
 
@@ -78,12 +78,13 @@ def _split_blocks(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
   return x.reshape(shape)
 
 
-def dequantize(x: MxArray, dtype: Any = jnp.bfloat16) -> jax.Array:
+def dequantize(x: MxArray | wire.WireRows, dtype: Any = jnp.bfloat16
+               ) -> jax.Array:
   """The numbers of an MxArray in bf16 (rounded once) or float32 (exact)."""
-  return x.dequantize(dtype)
+  return wire.array(x).dequantize(dtype)
 
 
-def requantize(x: MxArray, axis: int, *,
+def requantize(x: MxArray | wire.WireRows, axis: int, *,
                rounding: mxfp8.Rounding = "rceil",
                layout: mxfp8.Layout = "linear") -> MxArray:
   """Quantizes an MxArray again, along another axis (a second rounding).
@@ -91,7 +92,7 @@ def requantize(x: MxArray, axis: int, *,
   1x32 blocks cannot be re-read as 32x1 blocks; a weight gradient that gets
   its rows in MXFP8 needs this.
   """
-  return quantize(x.dequantize(jnp.bfloat16), axis, rounding=rounding,
+  return quantize(dequantize(x), axis, rounding=rounding,
                   dtype=x.data.dtype, layout=layout)
 
 
@@ -127,12 +128,13 @@ class Views:
   """The forms of one array that matmuls read; None where there is none.
 
   Attributes:
-    rows: [R, N] MxArray, 1x32 blocks: for the next matmul.
+    rows: [R, N] MxArray, 1x32 blocks, or rows on the wire: for the next
+      matmul.
     columns: [R, N] MxArray, 32x1 blocks: for a weight gradient.
     plain: [R, N] bf16.
   """
 
-  rows: MxArray | None = None
+  rows: MxArray | wire.WireRows | None = None
   columns: MxArray | None = None
   plain: jax.Array | None = None
 

@@ -22,6 +22,56 @@ WIRE_ALIGN = 128  # bytes: the unit of bulk copies on the GPU
 WEIGHT_BYTES = 4
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class WireRows:
+  """MXFP8 rows that stay where the wire brought them.
+
+  Kernels that take a stride read the data in its place; `array` is for all
+  others, and costs a copy of the rows if it is read.
+
+  Attributes:
+    packed: [R, stride] uint8, as `pack` makes them.
+    width: K, elements of a row.
+    dtype: fp8 type of the data.
+    folded: whether the scales of a row are all alike (`MxArray.folded`).
+  """
+
+  packed: jax.Array
+  width: int = dataclasses.field(metadata=dict(static=True))
+  dtype: Any = dataclasses.field(metadata=dict(static=True))
+  folded: bool = dataclasses.field(default=False, metadata=dict(static=True))
+
+  axis = -1  # of the blocks, as of an MxArray
+  block = "1x32"
+
+  @property
+  def shape(self) -> tuple[int, int]:
+    """[R, K]."""
+    return self.packed.shape[0], self.width
+
+  @property
+  def data(self) -> jax.Array:
+    """[R, stride] of the fp8 type; the first K columns are the data."""
+    return lax.bitcast_convert_type(self.packed, self.dtype)
+
+  def array(self) -> MxArray:
+    """The rows as an MxArray with linear scales."""
+    scale = self.packed[:, self.width:self.width + self.width // mxfp8.BLOCK]
+    return MxArray(self.data[:, :self.width], scale, folded=self.folded)
+
+  def weights(self) -> jax.Array:
+    """[R] float32, what rode along."""
+    end = self.width + self.width // mxfp8.BLOCK
+    return _from_bytes(self.packed[:, end:end + WEIGHT_BYTES],
+                       jnp.float32)[:, 0]
+
+
+def array(x: Any) -> Any:
+  """x, or the MxArray that wire rows hold."""
+  return x.array() if isinstance(x, WireRows) else x
+
+
 def stride(width: int, precision: str) -> int:
   """Bytes of one wire row: data, scales, float32 weight; 128-aligned."""
   data = width + width // mxfp8.BLOCK if precision == "mxfp8" else 2 * width

@@ -237,6 +237,10 @@ def _taken_both(x, index):
   return _both(groups.take_rows(x, index))
 
 
+def _packed(x, row, weight, *, quantize, pack):
+  return pack(quantize(x), row, weight)
+
+
 def permute_workloads(rows: int, width: int) -> list[Workload]:
   """Rows in random order, plain, packed, in bf16; requantize beside them."""
   common: dict[str, Any] = dict(kernel="permute", rows=rows, width=width)
@@ -274,9 +278,6 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
   def packed_make():
     return workload.normal(0, (rows, width)), *pack_make()[1:]
 
-  def packed(x, row, weight, *, quantize, pack):
-    return pack(quantize(x), row, weight)
-
   part = functools.partial
   return [
     one("arrays", rows_make, permute.permute, permute_meaning, bar=0.80),
@@ -284,8 +285,8 @@ def permute_workloads(rows: int, width: int) -> list[Workload]:
         wire_run, part(_unpacked, width=width), bar=0.80),
     one("pack", pack_make, permute.pack, reference.pack),
     one("quantize, then pack", packed_make,
-        part(packed, quantize=quantize.quantize, pack=permute.pack),
-        part(packed, quantize=reference.quantize, pack=reference.pack),
+        part(_packed, quantize=quantize.quantize, pack=permute.pack),
+        part(_packed, quantize=reference.quantize, pack=reference.pack),
         bar=0.80, between=lambda x, *_: reference.quantize(x)),
     one("arrays, folded", rows_make, part(permute.permute, folded=True),
         part(reference.take_rows, folded=True)),

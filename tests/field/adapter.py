@@ -296,7 +296,7 @@ class Adapter:
       sent = steps.quantize_leg(x, config.recipe.dispatch)
       ones = jnp.ones(ids.shape, jnp.float32)
       rows, ones = exchange.to_experts(sent, ones, plan, steps.ops)
-      rows = dequantize(rows)
+      rows = steps.ops.dequantize(rows)
       home, _ = exchange.to_tokens(rows, ones, plan, steps.ops)
       return home.astype(jnp.float32)
 

@@ -39,6 +39,7 @@ def there_and_back(ep: int, precision: str, factor: float | None = None):
     plan = exchange.make_plan(ids, counts, cfg, "expert")
     sent = reference.quantize(x) if precision == "mxfp8" else x
     rows, row_weights = exchange.to_experts(sent, weights, plan, ops)
+    rows = wire.array(rows)
     home, home_weights = exchange.to_tokens(rows, row_weights, plan, ops)
     return (rows, row_weights, plan.layout.sizes, plan.layout.starts, home,
             home_weights, plan.dropped)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxmoe_jax import Recipe, explain, layer
-from tests.mxmoe_jax import layers
+from mxmoe_jax import Recipe, explain, layer, sharding
+from pallas_kernels import wire
+from tests.mxmoe_jax import layers, meshes
 
 # D, 2 F, F and R = rows all differ, so a shape names what it is.
 TOKENS, D_MODEL, D_FF, EXPERTS = 200, 128, 96, 4
@@ -95,6 +96,37 @@ def test_explain_counts_the_leaves_of_the_vjp(name):
   assert told.buffer_bytes["saved for backward"] == round(
     told.saved_bytes_per_row * rows
   )
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "bf16", "recompute"])
+def test_explain_counts_wire_rows_over_a_mesh(name):
+  devices = 2
+  cfg = layers.config(
+    d_model=D_MODEL, d_ff=D_FF, num_experts=EXPERTS, recipe=RECIPES[name],
+    expert_axis="expert",
+  )  # fmt: skip
+  mesh = meshes.make_mesh(1, devices)
+  args = arguments_of(cfg)
+
+  def pull(x, weights, ids, experts):
+    static = cfg, sharding.resolve(cfg, mesh)
+
+    def core(x, weights, experts):
+      return layer.mixture(
+        static, x, weights, ids, experts, layer.QuantizedWeights()
+      )
+
+    return jax.vjp(core, x, weights, experts)[1]
+
+  leaves = jax.tree.leaves(jax.eval_shape(pull, *args))
+  told = explain(cfg, TOKENS, mesh=mesh)
+  counts = devices * devices * EXPERTS * 4
+  assert nbytes(leaves) - nbytes(args[1:]) - counts == round(
+    told.saved_bytes_per_row * told.rows * devices
+  )
+  width = wire.stride(D_MODEL, "mxfp8") if name != "bf16" else BF16_ROW
+  alone = MX_ROW if name != "bf16" else BF16_ROW
+  assert told.saved_bytes_per_row == BYTES[name] - alone + width + 4
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES.keys() - {"bf16"}))

@@ -80,7 +80,7 @@ def test_relayout_fills_padding(interpreted, pattern):
   weight = jnp.linspace(0.1, 1, layout.rows)
   packed = wire.pack(x, weight)
   atoms, weights = interpreted(
-    lambda i: permute.relayout_wire(packed, layout, 256, interpret=i)
+    lambda i: permute.relayout_wire(packed, 256, layout, interpret=i)
   )
   scale = jnp.where(layout.row_valid()[:, None], x.scale, 0)
   same_bytes(atoms, mxfp8.to_blocked(scale))
