@@ -104,21 +104,15 @@ def _blocked(pre: jax.Array | MxArray) -> jax.Array | MxArray:
   return pre.with_layout("blocked") if isinstance(pre, MxArray) else pre
 
 
+pack = permute.pack
+
+
 def take_rows(x: jax.Array | MxArray, source: jax.Array,
               **options: Any) -> jax.Array | MxArray:
   """`reference.take_rows`; scales of an MxArray come out blocked."""
   if isinstance(x, MxArray):
     return permute.permute(x, source, **options)
   return permute.take_rows(x, source)
-
-
-def pack(x: jax.Array | MxArray, row: jax.Array, weight: jax.Array,
-         **options: Any) -> jax.Array:
-  """`reference.pack`: wire rows gathered in one read."""
-  if not isinstance(x, MxArray):
-    raise NotImplementedError(
-        "pack kernel: it packs MXFP8 rows; bf16 rows are packed by XLA.")
-  return permute.pack(x, row, weight, **options)
 
 
 def kernels(generation: Literal["hopper", "blackwell"]

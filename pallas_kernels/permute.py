@@ -5,6 +5,7 @@
     permute_wire     the same from packed rows, which carry weights too
     relayout_wire    packed rows that lie in place: their scales, blocked
     pack             packed row s = data | scales of row[s] | weight[s] | 0
+                     (bf16 rows have no scales)
 
 A packed (wire) row is data | linear scales | float32 weight, its length a
 multiple of 128 bytes. Permuting rows commutes with 1x32 quantization exactly,
@@ -193,7 +194,7 @@ def _wire_scales(wire, source, width: int, interpret: Any):
 
 
 def pack(
-  x: MxArray,
+  x: jax.Array | MxArray,
   row: jax.Array,
   weight: jax.Array,
   *,
@@ -208,10 +209,11 @@ def pack(
   kernel copies them beside the data, which it takes by index.
 
   Args:
-    x: [T, K], 1x32 blocks along the row, linear scales; K a multiple of 128.
+    x: [T, K], 1x32 blocks along the row, linear scales; K a multiple of 128. Or
+      bf16, K a multiple of 64: data | float32 weight | zeros.
     row: [S] int32 in 0..T-1, the row of x that goes to each packed row.
     weight: [S] float32.
-    folded: Fold the rows on the way (`fold.take_wire`).
+    folded: Fold the rows of an MxArray on the way (`fold.take_wire`).
     slot_bytes: As in `take_rows`.
     stages: As in `take_rows`.
     interpret: As in `take_rows`.
@@ -222,25 +224,38 @@ def pack(
   Raises:
     NotImplementedError: The kernel does not take this shape or layout.
   """
-  permute_call.check_array(x)
-  width = x.shape[1]
-  permute_call.check_rows(tiles.TILE_ROWS, width)
-  used = width + x.scale.shape[1] + permute_call.WEIGHT_BYTES
+  tail = [lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.uint8)]
+  if isinstance(x, MxArray):
+    permute_call.check_array(x)
+    permute_call.check_rows(tiles.TILE_ROWS, x.shape[1])
+    data = lax.bitcast_convert_type(x.data, jnp.uint8)
+    tail.insert(0, groups.take_rows(x.scale, row))
+  else:
+    data = _bf16_bytes(x, folded)
+  width = data.shape[1]
+  used = width + sum(part.shape[1] for part in tail)
   stride = groups.round_up(used, permute_call.BULK)
   if folded:
+    assert isinstance(x, MxArray)
     ring = dict(slot_bytes=slot_bytes, stages=stages)
     return fold.take_wire(x, row, weight, stride, **ring, interpret=interpret)
-  tail = [
-    groups.take_rows(x.scale, row),
-    lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.uint8),
-    jnp.zeros((row.shape[0], stride - used), jnp.uint8),
-  ]
-  data = lax.bitcast_convert_type(x.data, jnp.uint8)
+  tail.append(jnp.zeros((row.shape[0], stride - used), jnp.uint8))
   pieces = (Piece(width=width), Piece(width=stride - width, indexed=False))
   sources = [data, jnp.concatenate(tail, axis=1)]
   return permute_call.gather(
     sources, pieces, row, slot_bytes, stages, interpret
   )
+
+
+def _bf16_bytes(x: jax.Array, folded: bool) -> jax.Array:
+  """bf16 rows [T, K] as bytes [T, 2 K], without a copy."""
+  if x.ndim != 2 or x.dtype != jnp.bfloat16 or folded:
+    raise permute_call.refuse(
+      "rows to pack must be an MxArray, or a bf16 matrix that is not folded; "
+      f"got {x.dtype}{list(x.shape)}, folded={folded}"
+    )
+  data = lax.bitcast_convert_type(x, jnp.uint8)
+  return data.reshape(x.shape[0], -1)
 
 
 def gather_quantize(
@@ -295,6 +310,9 @@ def variants(target: str) -> list[mosaic.Variant]:
       "pack",
       lambda d, s, i, w: pack(MxArray(d, s), i, w),
       (data, scale, index, weight),
+    ),
+    variant(
+      "pack bf16", pack, (shape(data.shape, jnp.bfloat16), index, weight)
     ),
     variant(
       "scales packed", scales_of(width // mxfp8.BLOCK, width, True),

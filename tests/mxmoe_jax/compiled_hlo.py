@@ -9,6 +9,7 @@ _TYPE = re.compile(r"\b([a-z]+\d+[a-z0-9]*)\[([\d,]*)\]")
 _OPERAND = re.compile(r"%([\w.-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 
+VIEWS = ("bitcast", "get-tuple-element", "tuple")  # cost nothing
 FLOATS = ("f16", "bf16", "f32", "f64")
 
 
@@ -28,6 +29,11 @@ class Array:
   def size(self) -> int:
     """Elements."""
     return math.prod(self.shape)
+
+  @property
+  def bytes(self) -> int:
+    """Bytes of elements of whole bytes."""
+    return self.size * int(re.findall(r"\d+", self.dtype)[0]) // 8
 
   @property
   def is_fp8(self) -> bool:
@@ -73,19 +79,17 @@ class Module:
     return [i for i in self.instructions.values() if i.opcode == "custom-call"]
 
   def origins(self, name: str) -> set[str]:
-    """What an array is a view of: names, seen through views and moves.
-
-    Views are bitcasts, parts of tuples and copies; a fusion that reads and
-    gives bytes alone (a slice of wire rows, blocked scales) is a move.
-    """
+    """What an array is a view of: names, seen through views of no cost."""
     found = self.instructions[name]
-    moves = found.opcode == "fusion" and not any(
-      array.is_float for array in (*found.results, *self.read_by(found))
-    )
-    views = ("bitcast", "get-tuple-element", "copy", "slice", "tuple")
-    if found.opcode not in views and not moves:
+    if found.opcode not in VIEWS:
       return {name}
     return set().union(*(self.origins(n) for n in found.operands))
+
+  def readers(self, name: str) -> set[str]:
+    """Who reads an array or a view of it."""
+    direct = {n for n, i in self.instructions.items() if name in i.operands}
+    views = {n for n in direct if self.instructions[n].opcode in VIEWS}
+    return (direct - views).union(*(self.readers(n) for n in views))
 
 
 def _operands(arguments: str) -> tuple[str, ...]:

@@ -1,99 +1,36 @@
-"""The whole layer, forward and backward, compiled for B200s without any.
+"""The whole layer, forward and backward, compiled for GPUs without any.
 
-On one device and on a mesh of eight, with backend="mosaic": its HLO calls our
-kernels for every product of the experts, and between the exchange and a matmul
-there is nothing but moves of bytes: no dequantize, no fallback. What is called
-is another test's matter (`pallas_kernels`). Needs the `aot` extra.
+For one B200, eight B200s and eight H200s, with backend="mosaic". On B200s the
+HLO calls our kernels for every product of the experts, which read what a kernel
+wrote or what the wire brought: no dequantize, no fallback. On both nothing
+copies rows between the wire and who multiplies them. What is called is another
+test's matter (`pallas_kernels`). Needs the `aot` extra.
 """
 
 import functools
-import importlib.resources
 
-import jax
-from jax.experimental import topologies
-from jax.experimental.mosaic.gpu import fragmented_array
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-import numpy as np
 import pytest
 
-import mxmoe_jax
-from mxmoe_jax import arguments
-from mxmoe_jax import config as config_lib
-from tests.mxmoe_jax import compiled_hlo
+from tests.mxmoe_jax import compiled_hlo, layer_hlo
+from tests.mxmoe_jax.layer_hlo import D_FF, D_MODEL, EXPERTS, TOKENS
 
-# EXPERTS is no other dimension: the products of the router show it.
-TOKENS, D_MODEL, D_FF, EXPERTS, TOP_K = 512, 256, 128, 16, 2
-MESHES = {"one device": (1, 1), "eight devices": (2, 4)}
+ONE, EIGHT = (1, 1), (2, 4)  # data x experts
 KERNEL = "mosaic_gpu_v2"
-VIEWS = ("parameter", "get-tuple-element", "bitcast", "tuple")  # make nothing
-# Nothing runs, so the code of XLA's own kernels may be as bad as it likes.
-COMPILER_OPTIONS = {
-  "xla_gpu_autotune_level": 0,
-  "xla_backend_optimization_level": 0,
-  "xla_llvm_disable_expensive_passes": True,
-}
+NOTHING = ("parameter", *compiled_hlo.VIEWS)  # makes nothing
 
 
-def remember_ptxas(patch):
-  """Mosaic asks ptxas for its version in a process each time it casts."""
-  extension = fragmented_array.mgpu_lib._mosaic_gpu_ext  # pyright: ignore
-  version = functools.cache(extension._get_ptxas_isa_version)
-  patch.setattr(extension, "_get_ptxas_isa_version", version)
-
-
-def config(ep):
-  axes = dict(expert_axis="expert", data_axes=("data",)) if ep > 1 else {}
-  return config_lib.MoEConfig(
-    d_model=D_MODEL, d_ff=D_FF, num_experts=EXPERTS, top_k=TOP_K,
-    recipe=config_lib.Recipe.mxfp8(), backend="mosaic", **axes,
-  )  # fmt: skip
-
-
-def compiled(data, ep):
-  """The HLO of the gradient of a layer."""
-  target = importlib.resources.files("pallas_kernels") / "targets"
-  topology = topologies.get_topology_desc(
-    platform="cuda",
-    topology=f"1x1x{data * ep}",
-    target_config=(target / "b200.txtpb").read_text(),
-  )
-  devices = np.array(topology.devices).reshape(data, ep)
-  mesh, cfg = jax.sharding.Mesh(devices, ("data", "expert")), config(ep)
-
-  def abstract(shape, dtype, *spec):
-    sharding = NamedSharding(mesh, P(*spec))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-  x = abstract((TOKENS, D_MODEL), jnp.bfloat16, ("data", "expert"))
-  params = {
-    name: abstract(shape, jnp.float32)
-    if name == "router"
-    else abstract(shape, jnp.bfloat16, "expert")
-    for name, shape in arguments.parameter_shapes(cfg).items()
-  }
-
-  def objective(x, params):
-    y, _ = mxmoe_jax.moe(x, params, cfg, mesh=mesh if ep > 1 else None)
-    return jnp.sum(jnp.square(y.astype(jnp.float32)))
-
-  with (
-    jax.default_device(topology.devices[0]),
-    pytest.MonkeyPatch.context() as m,
-  ):
-    remember_ptxas(m)
-    lowered = jax.jit(jax.grad(objective, argnums=(0, 1))).lower(x, params)
-    return lowered.compile(COMPILER_OPTIONS).as_text()
-
-
-@pytest.fixture(scope="module", params=MESHES)
-def layer(request):
+@functools.cache
+def built(gpu, data, ep):
   """(the compiled module, rows of a device's expert buffer, its experts)."""
-  data, ep = MESHES[request.param]
-  rows = config(ep).buffer_rows(TOKENS // (data * ep), ep)
-  module = compiled_hlo.parse(compiled(data, ep))
+  rows = layer_hlo.config(ep).buffer_rows(TOKENS // (data * ep), ep)
+  module = compiled_hlo.parse(layer_hlo.hlo(gpu, data, ep))
   return module, rows, EXPERTS // ep
+
+
+@pytest.fixture(params=[ONE, EIGHT], ids=["one device", "eight devices"])
+def layer(request):
+  """`built` for B200s."""
+  return built("b200", *request.param)
 
 
 def products(layer):
@@ -145,10 +82,33 @@ def test_products_read_what_kernels_wrote_or_the_wire_brought(layer):
         assert wire or source.target == KERNEL, (origin, source)
 
 
+@pytest.mark.parametrize("gpu", ["b200", "h200"])
+def test_rows_are_read_where_the_wire_put_them(gpu):
+  module, rows, _ = built(gpu, *EIGHT)
+  landed = {
+    name: found
+    for name, found in module.instructions.items()
+    if found.opcode.startswith("ragged-all-to-all")
+    and found.results[0].shape[0] == rows
+  }
+  assert len(landed) == 2  # dispatch, and the gradient of combine
+  for name, found in landed.items():
+    readers = [module.instructions[n] for n in module.readers(name)]
+    kernels = [r for r in readers if r.target == KERNEL]
+    products = [r for r in kernels if r.results[0].is_float]
+    columns = [r for r in kernels if r.results[0].is_fp8]  # requantize
+    assert len(products) == len(columns) == 1
+    scales = [r for r in kernels if r not in (*products, *columns)]
+    # Beside them only scales and row weights leave the wire rows.
+    for reader in (*scales, *(r for r in readers if r not in kernels)):
+      left = sum(array.bytes for array in reader.results)
+      assert left <= rows * (D_MODEL // 32 + 4) < found.results[0].bytes // 16
+
+
 def test_nothing_dequantizes(layer):
   module, rows, _ = layer
   for name, found in module.instructions.items():
-    if found.opcode in VIEWS or found.target == KERNEL:
+    if found.opcode in NOTHING or found.target == KERNEL:
       continue
     floats = [array for array in found.results if array.is_float]
     reads_fp8 = any(array.is_fp8 for array in module.read_by(found))

@@ -101,6 +101,14 @@ def test_pack(interpreted, slots):
   same_bytes(extra, weight)
 
 
+def test_pack_bf16_rows(interpreted):
+  x = jax.random.normal(jax.random.key(0), (TOKENS, 192), jnp.bfloat16)
+  row = jnp.arange(130, dtype=jnp.int32) % TOKENS
+  weight = jnp.linspace(0.1, 1, 130)
+  got = interpreted(lambda i: permute.pack(x, row, weight, interpret=i))
+  same_bytes(got, wire.pack(x[row], weight))
+
+
 @pytest.mark.parametrize("rows", cases.ODD_ROWS[:2])
 def test_take_rows(interpreted, rows):
   x = jax.random.normal(jax.random.key(0), (TOKENS, 64), jnp.bfloat16)
@@ -165,6 +173,12 @@ def test_requantize_packed_rows(interpreted):
     lambda: permute.take_rows(jnp.zeros((4, 8)), jnp.zeros(4, jnp.int32)),
     lambda: permute.take_rows(jnp.zeros((0, 32)), jnp.zeros(4, jnp.int32)),
     lambda: permute.pack(mx_rows(8, 160), jnp.zeros(8, jnp.int32), jnp.ones(8)),
+    lambda: permute.pack(
+      jnp.zeros((8, 128)), jnp.zeros(8, jnp.int32), jnp.ones(8)
+    ),
+    lambda: permute.pack(
+      jnp.zeros((8, 96), jnp.bfloat16), jnp.zeros(8, jnp.int32), jnp.ones(8)
+    ),
     lambda: requantize.requantize(mx_rows(100, 128)),
     lambda: requantize.requantize(mx_rows(128, 160)),
     lambda: requantize.requantize(mx_rows(128, 128), -1),
