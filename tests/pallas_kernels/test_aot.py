@@ -1,5 +1,6 @@
 """The compile check passes on every kernel and fails on bad ones."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -98,6 +99,29 @@ def test_an_unknown_target_is_refused():
   done = run_module("pallas_kernels.aot", "--target", "b100")
   assert done.returncode == 2
   assert "b200" in done.stderr
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_new_gpu_of_an_architecture_needs_its_file_alone(name):
+  known = aot.load_target(name)
+  new = dataclasses.replace(known, name="new")
+  names = [
+    [(v.kernel, v.variant) for v in aot.kernels(target)]
+    for target in (known, new)
+  ]
+  assert names[0] == names[1]
+
+
+def test_kernels_are_chosen_by_words():
+  variants = aot.kernels(aot.load_target("h200"))
+  assert aot.named(variants, []) == variants
+  folds = aot.named(variants, ["fold"])
+  assert {v.kernel for v in folds} > {"fold", "hopper.grouped_matmul"}
+  assert len(folds) < len(variants)
+  narrow = aot.named(variants, ["fold", "narrow"])
+  assert len(narrow) > len(folds)
+  with pytest.raises(ValueError, match="named like"):
+    aot.named(variants, ["sort"])
 
 
 def test_a_serialized_wgmma_is_a_problem():
