@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import aot, aot_listing, mosaic
 
-TARGETS = ("b200", "h200")
+TARGETS = tuple(aot.target_names())
 SECONDS = 600  # about 100 kernels a target, one after another
 
 
@@ -94,7 +94,7 @@ def test_every_kernel_of_the_library_compiles(target, tmp_path):
 
 
 def test_an_unknown_target_is_refused():
-  with pytest.raises(ValueError, match=r"one of \['b200', 'h200'\]"):
+  with pytest.raises(ValueError, match=r"one of .*'b200', .*'h200'"):
     aot.load_target("b100")
   done = run_module("pallas_kernels.aot", "--target", "b100")
   assert done.returncode == 2
