@@ -1,6 +1,7 @@
 """Compiles every kernel for a named GPU on a machine that has none.
 
-    python -m pallas_kernels.aot --target b200|h200 [--json FILE] [--keep DIR]
+    python -m pallas_kernels.aot --target b200|h200 [--kernels WORD ...]
+        [--json FILE] [--keep DIR]
 
 A target is a file in ``targets/``: XLA's description of a GPU. XLA compiles for
 that description, so the result is a real cubin (sm_90a or sm_100a), and ptxas
@@ -10,11 +11,13 @@ instruction that its `mosaic.Variant` promises.
 
 What this proves: the kernel compiles, fits and uses the hardware it is meant to
 use. It proves neither values nor the absence of races (the interpreter in the
-tests does) and says nothing of speed.
+tests does) and says nothing of speed. ``--kernels`` leaves out those whose
+names hold none of the words.
 
-Adding a GPU is adding a file to ``targets/``; adding a kernel is adding its
-module to `kernels`. One process per target: JAX caches lowered kernels without
-the architecture in the key. ptxas and nvdisasm come from the ``aot`` extra.
+Adding a GPU is adding a file to ``targets/`` (docs/adding_a_gpu.md); adding a
+kernel is adding its module to `kernels`. One process per target: JAX caches
+lowered kernels without the architecture in the key. ptxas and nvdisasm come
+from the ``aot`` extra.
 """
 
 from __future__ import annotations
@@ -122,7 +125,26 @@ def kernels(target: Target) -> list[mosaic.Variant]:
     blackwell_simple_matmul,
     *(blackwell_grouped_matmul, blackwell_grouped_wgrad),
   )
-  return [v for module in modules for v in module.variants(target.name)]
+  return [v for m in modules for v in m.variants(target.architecture)]
+
+
+def named(
+  variants: Sequence[mosaic.Variant], words: Sequence[str]
+) -> list[mosaic.Variant]:
+  """The variants whose names hold one of the words; all without words.
+
+  Raises:
+    ValueError: None does.
+  """
+  found = [
+    v
+    for v in variants
+    if not words or any(word in f"{v.kernel} {v.variant}" for word in words)
+  ]
+  if not found:
+    known = sorted({v.kernel for v in variants})
+    raise ValueError(f"aot: no kernel is named like {words}; known: {known}.")
+  return found
 
 
 def use_target(target: Target) -> jax.sharding.Sharding:
@@ -276,13 +298,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     description="Compile every kernel for a GPU that this machine lacks.",
   )
   parser.add_argument("--target", required=True, choices=target_names())
+  parser.add_argument(
+    "--kernels", nargs="+", default=[], metavar="WORD",
+    help="only kernels whose name holds one of these",
+  )  # fmt: skip
   parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
   parser.add_argument("--keep", type=pathlib.Path, metavar="DIR")
   args = parser.parse_args(argv)
   target = load_target(args.target)
   require_tools()
   use_target(target)  # before `kernels`, which takes the tiles measured on it
-  return run(target, kernels(target), json_file=args.json, keep=args.keep)
+  asked = named(kernels(target), args.kernels)
+  return run(target, asked, json_file=args.json, keep=args.keep)
 
 
 if __name__ == "__main__":

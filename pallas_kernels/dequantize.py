@@ -286,7 +286,7 @@ def variants(target: str) -> list[mosaic.Variant]:
   """Both directions in both layouts, e4m3 and e5m2, wide and narrow.
 
   Args:
-    target: Name of a GPU; the choices are the same on all.
+    target: PTX target; the choices are the same on all.
   """
   del target
   found = [

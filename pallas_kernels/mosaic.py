@@ -11,7 +11,7 @@ A kernel module gives three things to the rest of the library:
   ``plgpu.kernel``; tests pass ``plgpu.InterpretGPUParams``;
 * a frozen tile dataclass, whose fields the caller may choose;
 * ``variants(target)``: a list of `Variant`, one for each tile choice that the
-  library can select on that GPU. `aot` compiles them all.
+  library can select on GPUs of a PTX target. `aot` compiles them all.
 
 In-kernel scale arithmetic follows the element and scale rules of `mxfp8`,
 written with integer operations only, so that the interpreter on a CPU, Hopper

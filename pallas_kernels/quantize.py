@@ -267,7 +267,7 @@ def variants(target: str) -> list[mosaic.Variant]:
   """Every choice of outputs that the library makes, wide and narrow.
 
   Args:
-    target: Name of a GPU; the choices are the same on all.
+    target: PTX target; the choices are the same on all.
   """
   del target
   linear, blocked = (Direction(axis=-1, layout=x) for x in mxfp8.LAYOUTS)

@@ -269,7 +269,7 @@ def variants(target: str) -> list[mosaic.Variant]:
   """What the recipes ask for, at DeepSeek-V3's width.
 
   Args:
-    target: Name of a GPU; the choices are the same on all.
+    target: PTX target; the choices are the same on all.
   """
   del target
   gpt_oss = Swiglu(limit=7.0, alpha=1.702, up_offset=1.0)

@@ -214,9 +214,9 @@ def variants(target: str) -> list[mosaic.Variant]:
   """Every result type and tile that the library selects; Blackwell only.
 
   Args:
-    target: Name of a GPU.
+    target: PTX target, e.g. ``sm_90a``.
   """
-  if target != "b200":
+  if target != "sm_100a":
     return []
   return [_variant(*one) for one in _VARIANTS]
 

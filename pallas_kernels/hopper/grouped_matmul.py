@@ -209,9 +209,9 @@ def variants(target: str) -> list[mosaic.Variant]:
   """Every way, in both orders of rhs and in every tile width.
 
   Args:
-    target: Name of a GPU; only Hopper's have kernels here.
+    target: PTX target; only Hopper's has kernels here.
   """
-  if target != "h200":
+  if target != "sm_90a":
     return []
   bf16, f32, e5m2 = jnp.bfloat16, jnp.float32, mxfp8.E5M2
   found = [

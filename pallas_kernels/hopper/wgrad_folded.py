@@ -182,9 +182,9 @@ def variants(target: str) -> list[mosaic.Variant]:
   """Every result type and tile; Hopper only.
 
   Args:
-    target: Name of a GPU.
+    target: PTX target, e.g. ``sm_90a``.
   """
-  if target != "h200":
+  if target != "sm_90a":
     return []
   return [
     _variant(out_dtype, False, tile)

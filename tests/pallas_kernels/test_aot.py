@@ -1,5 +1,6 @@
 """The compile check passes on every kernel and fails on bad ones."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 
 from pallas_kernels import aot, aot_listing, mosaic
 
-TARGETS = ("b200", "h200")
+TARGETS = tuple(aot.target_names())
 SECONDS = 600  # about 100 kernels a target, one after another
 
 
@@ -93,11 +94,34 @@ def test_every_kernel_of_the_library_compiles(target, tmp_path):
 
 
 def test_an_unknown_target_is_refused():
-  with pytest.raises(ValueError, match=r"one of \['b200', 'h200'\]"):
+  with pytest.raises(ValueError, match=r"one of .*'b200', .*'h200'"):
     aot.load_target("b100")
   done = run_module("pallas_kernels.aot", "--target", "b100")
   assert done.returncode == 2
   assert "b200" in done.stderr
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_new_gpu_of_an_architecture_needs_its_file_alone(name):
+  known = aot.load_target(name)
+  new = dataclasses.replace(known, name="new")
+  names = [
+    [(v.kernel, v.variant) for v in aot.kernels(target)]
+    for target in (known, new)
+  ]
+  assert names[0] == names[1]
+
+
+def test_kernels_are_chosen_by_words():
+  variants = aot.kernels(aot.load_target("h200"))
+  assert aot.named(variants, []) == variants
+  folds = aot.named(variants, ["fold"])
+  assert {v.kernel for v in folds} > {"fold", "hopper.grouped_matmul"}
+  assert len(folds) < len(variants)
+  narrow = aot.named(variants, ["fold", "narrow"])
+  assert len(narrow) > len(folds)
+  with pytest.raises(ValueError, match="named like"):
+    aot.named(variants, ["sort"])
 
 
 def test_a_serialized_wgmma_is_a_problem():

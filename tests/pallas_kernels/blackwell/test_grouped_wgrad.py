@@ -293,6 +293,6 @@ def test_what_it_does_not_take_is_refused():
 
 
 def test_it_is_compiled_for_blackwell_alone():
-  assert grouped_wgrad.variants("h200") == []
-  made = {v.variant for v in grouped_wgrad.variants("b200")}
-  assert len(made) == len(grouped_wgrad.variants("b200"))
+  assert grouped_wgrad.variants("sm_90a") == []
+  made = {v.variant for v in grouped_wgrad.variants("sm_100a")}
+  assert len(made) == len(grouped_wgrad.variants("sm_100a"))

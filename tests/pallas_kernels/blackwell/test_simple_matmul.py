@@ -109,6 +109,6 @@ def test_it_refuses_what_the_scheduled_kernel_refuses():
 
 
 def test_it_is_compiled_for_blackwell_alone():
-  assert simple_matmul.variants("h200") == []
-  made = {v.variant for v in simple_matmul.variants("b200")}
-  assert len(made) == len(simple_matmul.variants("b200"))
+  assert simple_matmul.variants("sm_90a") == []
+  made = {v.variant for v in simple_matmul.variants("sm_100a")}
+  assert len(made) == len(simple_matmul.variants("sm_100a"))

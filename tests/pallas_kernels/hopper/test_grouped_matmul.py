@@ -210,8 +210,8 @@ def test_fold_loss_counts_what_is_lost():
 
 
 def test_variants_are_hoppers_alone():
-  assert grouped_matmul.variants("b200") == []
-  found = grouped_matmul.variants("h200")
+  assert grouped_matmul.variants("sm_100a") == []
+  found = grouped_matmul.variants("sm_90a")
   assert {v.promises[0] for v in found} == {"wgmma_fp8", "wgmma_16bit"}
 
 

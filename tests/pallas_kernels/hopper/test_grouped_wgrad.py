@@ -190,5 +190,5 @@ class TestRefusals:
 
 
 def test_only_hopper_has_variants():
-  assert grouped_wgrad.variants("b200") == []
-  assert len(grouped_wgrad.variants("h200")) > 2
+  assert grouped_wgrad.variants("sm_100a") == []
+  assert len(grouped_wgrad.variants("sm_90a")) > 2

@@ -183,5 +183,5 @@ def test_tiles_waste_little_and_leave_room():
 
 
 def test_only_hopper_has_variants():
-  assert wgrad_folded.variants("b200") == []
-  assert len(wgrad_folded.variants("h200")) > 2
+  assert wgrad_folded.variants("sm_100a") == []
+  assert len(wgrad_folded.variants("sm_90a")) > 2
