@@ -91,10 +91,7 @@ def _scale_words(scale_gmem, position, problem, interpret):
 def product(codes, words, block, axis, layout):
   """bf16 of a block's codes under byte ``block`` of each scale word."""
   byte = (words >> jnp.uint32(8 * block)) & jnp.uint32(0xFF)
-  line = (0,) if axis == -1 else (1,)
-  scale = lax.broadcast_in_dim(mosaic.power_of_two(byte), codes.shape, line)
-  scale = plgpu.layout_cast(scale, layout)  # must follow at once
-  return (codes.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+  return tile_quantize.numbers(codes, byte, axis, layout)
 
 
 def dequantize_rows(q_smem, y_smem, words, chunk):

@@ -34,6 +34,11 @@ Direction = quantize_kernel.Direction
 
 ROWS = tiles.TILE_ROWS
 CHUNK = quantize_kernel.CHUNK
+# By bytes of an input number: bf16 results leave room for narrow tiles.
+ROUNDED_TILES = {
+  2: StreamTile(columns=128, ctas_per_sm=2),
+  4: StreamTile(columns=128, ctas_per_sm=1),
+}
 TMA_COLUMNS = 32  # columns: the narrowest swizzled tile, 32 bytes of fp8
 TMA_ROWS = 8  # rows of a swizzled tile
 
@@ -79,19 +84,35 @@ def _run(
   tile: StreamTile | None,
   interpret: Any,
 ) -> list[MxArray]:
+  """`_call`, and what it gives as arrays of the shape of x."""
+  out = _call(
+    x, directions, rounding=rounding, dtype=dtype, square=square,
+    tile_rows=tile_rows, tile=tile or _default_tile(x, directions),
+    interpret=interpret,
+  )  # fmt: skip
+  pairs = zip(directions, out[::2], out[1::2], strict=True)
+  return [_as_mx(d, data, scale, x.shape) for d, data, scale in pairs]
+
+
+def _call(
+  x: jax.Array,
+  directions: tuple[Direction, ...],
+  *,
+  tile_rows: jax.Array | None,
+  tile: StreamTile,
+  interpret: Any,
+  **options: Any,
+) -> list[jax.Array]:
   """Calls the kernel; fewer rows than a tile's are padded to one tile."""
   _check(x)
   stack = x if x.ndim == 3 else x[None]
   rows = stack.shape[1]
   if rows < ROWS:
     stack = jnp.pad(stack, ((0, 0), (0, ROWS - rows), (0, 0)))
-  tile = tile or _default_tile(x, directions)
   problem = quantize_kernel.Problem(
     shape=stack.shape,
     directions=directions,
-    rounding=rounding,
-    dtype=dtype,
-    square=square,
+    **options,
     masked=tile_rows is not None,
     tile=tile,
   )
@@ -108,9 +129,7 @@ def _run(
     compiler_params=mosaic.compiler_params(),
     interpret=interpret,
   )
-  out = call(stack, *([] if tile_rows is None else [tile_rows]))
-  pairs = zip(directions, out[::2], out[1::2], strict=True)
-  return [_as_mx(d, data, scale, x.shape) for d, data, scale in pairs]
+  return call(stack, *([] if tile_rows is None else [tile_rows]))
 
 
 def _default_tile(x: Any, directions: tuple[Direction, ...]) -> StreamTile:
@@ -263,6 +282,49 @@ def quantize_both(
   return rows, columns
 
 
+def round_to_mxfp8(
+  x: jax.Array,
+  axis: int = -1,
+  *,
+  block: mxfp8.Block = "1x32",
+  rounding: mxfp8.Rounding = "rceil",
+  tile: StreamTile | None = None,
+  interpret: Any = False,
+) -> jax.Array:
+  """The bf16 numbers of `quantize`; equal to `reference.round_to_mxfp8`.
+
+  For weights whose reader multiplies in bf16: one read and one write instead of
+  quantize and dequantize.
+
+  Args:
+    x: As in `quantize`.
+    axis: -1 (1x32 blocks) or -2 (32x1 blocks).
+    block: "1x32", or "32x32".
+    rounding: One of `mxfp8.RULES`.
+    tile: The schedule; None for the default.
+    interpret: Interpret parameters; False compiles.
+
+  Raises:
+    NotImplementedError: The kernel does not take this shape or dtype.
+    ValueError: An axis is no multiple of 32, or an option is unknown.
+  """
+  axis = axis - x.ndim if axis >= 0 else axis
+  mxfp8.scale_shape(x.shape, axis, block, "linear")
+  if axis < -2:
+    raise NotImplementedError(
+      f"quantize kernel: blocks run along the last two axes; got {axis=}. "
+      'Use backend="xla".'
+    )
+  square = block == "32x32"
+  direction = Direction(axis=-1 if square else axis, layout="blocked")
+  numbers, _ = _call(
+    x, (direction,), rounding=rounding, dtype=mxfp8.E4M3, square=square,
+    rounded=True, tile_rows=None, tile=tile or ROUNDED_TILES[x.dtype.itemsize],
+    interpret=interpret,
+  )  # fmt: skip
+  return numbers[:, : x.shape[-2]].reshape(x.shape)
+
+
 def variants(target: str) -> list[mosaic.Variant]:
   """Every choice of outputs that the library makes, wide and narrow.
 
@@ -297,6 +359,12 @@ def variants(target: str) -> list[mosaic.Variant]:
     _variant(f"{name} wide", cases[name], width=tiles.TUNED_WIDTH)
     for name in ("rows blocked", "columns blocked", "both blocked")
   ]
+  found += [
+    _variant(f"{name} rounded {x_dtype.__name__}", cases[name], x_dtype=x_dtype,
+             rounded=True)
+    for name in ("rows blocked", "columns blocked")
+    for x_dtype in (jnp.bfloat16, jnp.float32)
+  ]  # fmt: skip
   return [
     *found,
     _variant("both groups", both, masked=True),
@@ -315,22 +383,26 @@ def _variant(
   square: bool = False,
   rounding: mxfp8.Rounding = "rceil",
   dtype: Any = mxfp8.E4M3,
+  rounded: bool = False,
 ) -> mosaic.Variant:
   """One entry of `variants`."""
   x = jax.ShapeDtypeStruct((4096, width), x_dtype)
   tile = _default_tile(x, directions)
+  if rounded:
+    tile = ROUNDED_TILES[x.dtype.itemsize]
   tile_rows = jax.ShapeDtypeStruct((4096 // ROWS,), jnp.int32)
   promises = ["bulk_tensor_load", "bulk_tensor_store", "cast_to_fp8"]
   if any(d.layout == "blocked" for d in directions):
     promises.append("bulk_copy")
 
   def function(x, tile_rows=None):
-    return _run(
+    return _call(
       x,
       directions,
       rounding=rounding,
       dtype=dtype,
       square=square,
+      rounded=rounded,
       tile_rows=tile_rows,
       tile=tile,
       interpret=False,

@@ -52,6 +52,12 @@ class Problem:
   square: bool
   masked: bool
   tile: tiles.StreamTile
+  rounded: bool = False  # data are the numbers that codes stand for, bf16
+
+  @property
+  def result(self) -> Any:
+    """The dtype of the data."""
+    return jnp.bfloat16 if self.rounded else self.dtype
 
   @property
   def grid(self) -> tuple[int, int, int]:
@@ -76,7 +82,7 @@ class Problem:
     out = []
     for d in self.directions:
       shape = (columns, rows) if d.transposed else (rows, columns)
-      out.append(jax.ShapeDtypeStruct((matrices, *shape), self.dtype))
+      out.append(jax.ShapeDtypeStruct((matrices, *shape), self.result))
       down, across = self.grid[1], -(-columns // CHUNK)
       if d.layout == "linear":
         across = self.grid[2] * self.tile.columns // CHUNK
@@ -106,7 +112,7 @@ class Problem:
       shape = (tile.part, ROWS) if d.transposed else (ROWS, tile.part)
       width = self.shape[1 if d.transposed else 2]
       atoms = (buffers, self.chunks, mxfp8.ATOM_BYTES)
-      scratch.append(mosaic.swizzled((buffers, *shape), self.dtype, width))
+      scratch.append(mosaic.swizzled((buffers, *shape), self.result, width))
       scratch.append(plgpu.SMEM(atoms, jnp.uint8))
     return scratch
 
@@ -151,6 +157,7 @@ def quantize_tile(x_smem, outputs, position, problem, interpret):
           x_smem,
           q_smem,
           chunk,
+          dtype=problem.dtype,
           rounding=problem.rounding,
           square=problem.square,
           interpret=interpret,
@@ -160,6 +167,7 @@ def quantize_tile(x_smem, outputs, position, problem, interpret):
           x_smem,
           q_smem,
           chunk,
+          dtype=problem.dtype,
           rounding=problem.rounding,
           transposed=d.transposed,
           interpret=interpret,

@@ -2,6 +2,7 @@
 
   quantize         x -> MxArray                      1x32, 32x1 or 32x32 blocks
   requantize       MxArray 1x32 -> 32x1              a second rounding
+  round_to_mxfp8   x -> bf16 that MXFP8 holds        quantize, dequantize
   fold             MxArray -> one scale per row      for Hopper's fp8 matmul
   grouped_matmul   y[r] = x[r] @ w[g(r)]             forward
                    y[r] = x[r] @ w[g(r)]^T           input gradient (dgrad)
@@ -35,6 +36,7 @@ dequantize = reference_format.dequantize
 fold = reference_format.fold
 quantize = reference_format.quantize
 requantize = reference_format.requantize
+round_to_mxfp8 = reference_format.round_to_mxfp8
 views = reference_format.views
 
 

@@ -84,6 +84,13 @@ def dequantize(x: MxArray | wire.WireRows, dtype: Any = jnp.bfloat16
   return wire.array(x).dequantize(dtype)
 
 
+def round_to_mxfp8(x: jax.Array, axis: int = -1, *,
+                   block: mxfp8.Block = "1x32",
+                   rounding: mxfp8.Rounding = "rceil") -> jax.Array:
+  """x in bf16, rounded to numbers that MXFP8 (e4m3) holds."""
+  return dequantize(quantize(x, axis, block=block, rounding=rounding))
+
+
 def requantize(x: MxArray | wire.WireRows, axis: int, *,
                rounding: mxfp8.Rounding = "rceil",
                layout: mxfp8.Layout = "linear") -> MxArray:

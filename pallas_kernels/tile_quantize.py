@@ -2,6 +2,8 @@
 
     x_smem [128, n]  ->  q_smem [128, n] fp8,  scale words [128] uint32
 
+or, where q_smem is bf16, the numbers that the fp8 codes stand for.
+
 The tile is walked in chunks of 128 columns. For each chunk a pass returns 128
 words of four scale bytes, which is one 512-byte atom of blocked scales:
 
@@ -47,11 +49,20 @@ def scaled(x: jax.Array, byte: jax.Array, axis: int, layout: Any, dtype: Any):
   return (x.astype(jnp.float32) * inverse).astype(dtype)
 
 
+def numbers(codes: jax.Array, byte: jax.Array, axis: int, layout: Any):
+  """bf16 of fp8 ``codes`` under scales ``byte``, one for each line."""
+  line = (0,) if axis == -1 else (1,)
+  scale = lax.broadcast_in_dim(mosaic.power_of_two(byte), codes.shape, line)
+  scale = plgpu.layout_cast(scale, layout)  # must follow at once
+  return (codes.astype(jnp.float32) * scale).astype(jnp.bfloat16)
+
+
 def quantize_row_chunk(
   x_smem: Any,
   q_smem: Any,
   chunk: int,
   *,
+  dtype: Any,
   rounding: str,
   square: bool,
   interpret: Any,
@@ -62,8 +73,9 @@ def quantize_row_chunk(
 
   Args:
     x_smem: [128, n] bf16 or float32.
-    q_smem: [128, n] fp8, written.
+    q_smem: [128, n] fp8 or bf16, written.
     chunk: Which 128 columns.
+    dtype: fp8 type of the codes.
     rounding: One of `mxfp8.RULES`.
     square: 32x32 blocks: one scale for the 32 rows of a warp.
     interpret: Whether the kernel is interpreted.
@@ -71,7 +83,7 @@ def quantize_row_chunk(
   Returns:
     [128] uint32 scale words.
   """
-  dtype, layout = q_smem.dtype, mosaic.row_layout(x_smem.dtype)
+  layout = mosaic.row_layout(x_smem.dtype)
   width = mosaic.SWIZZLE // jnp.dtype(x_smem.dtype).itemsize
   codes, scales = [], []
   for start in range(0, CHUNK, width):
@@ -85,11 +97,17 @@ def quantize_row_chunk(
         bits = mosaic.warp_max(bits, layout.reduce(1), interpret)
         amax = lax.bitcast_convert_type(bits, jnp.float32)
       byte = mosaic.scale_byte(amax, rounding, dtype)
-      codes.append(scaled(x, byte, -1, layout, dtype))
+      made = scaled(x, byte, -1, layout, dtype)
+      if q_smem.dtype != dtype:
+        made = numbers(made, byte, -1, layout)
+      codes.append(made)
       scales.append(byte)
-  wide = mosaic.row_layout(dtype)
-  codes = plgpu.layout_cast(lax.concatenate(codes, 1), wide)
-  q_smem[:, pl.ds(chunk * CHUNK, CHUNK)] = codes
+  wide = mosaic.row_layout(q_smem.dtype)
+  blocks = mosaic.SWIZZLE // q_smem.dtype.itemsize // BLOCK
+  for first in range(0, BLOCKS, blocks):
+    part = lax.concatenate(codes[first : first + blocks], 1)
+    window = pl.ds(chunk * CHUNK + first * BLOCK, blocks * BLOCK)
+    q_smem[:, window] = plgpu.layout_cast(part, wide)
   return mosaic.pack(scales)
 
 
@@ -98,6 +116,7 @@ def quantize_column_chunk(
   q_smem: Any,
   chunk: int,
   *,
+  dtype: Any,
   rounding: str,
   transposed: bool,
   interpret: Any,
@@ -106,8 +125,9 @@ def quantize_column_chunk(
 
   Args:
     x_smem: [128, n] bf16 or float32.
-    q_smem: [128, n] fp8, written; [n, 128] when transposed.
+    q_smem: [128, n] fp8 or bf16, written; [n, 128] when transposed (fp8).
     chunk: Which 128 columns.
+    dtype: fp8 type of the codes.
     rounding: One of `mxfp8.RULES`.
     transposed: Write the codes of x^T.
     interpret: Whether the kernel is interpreted.
@@ -115,7 +135,7 @@ def quantize_column_chunk(
   Returns:
     [128] uint32 scale words.
   """
-  dtype, layout = q_smem.dtype, mosaic.column_layout()
+  layout = mosaic.column_layout()
   columns = pl.ds(chunk * CHUNK, CHUNK)
   scales = []
   for block in range(BLOCKS):
@@ -124,6 +144,8 @@ def quantize_column_chunk(
     amax = jnp.max(jnp.abs(x), axis=0).astype(jnp.float32)
     byte = mosaic.scale_byte(amax, rounding, dtype)
     codes = scaled(x, byte, -2, layout, dtype)
+    if q_smem.dtype != dtype:
+      codes = numbers(codes, byte, -2, layout)
     if transposed:
       target = q_smem.at[columns]
       _store_transposed(target, codes, block, layout, interpret)

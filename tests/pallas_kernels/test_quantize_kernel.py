@@ -69,6 +69,24 @@ def assert_equal_values(got, want):
 
 
 @pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("shape", [SHAPE, (2, 96, 160)])
+def test_rounding_to_numbers_of_mxfp8(interpreted, axis, x_dtype, shape):
+  x = hard_values(shape, x_dtype)
+  got = interpreted(lambda i: quantize.round_to_mxfp8(x, axis, interpret=i))
+  assert_equal_values(got, reference.round_to_mxfp8(x, axis))
+
+
+def test_rounding_in_square_blocks(interpreted):
+  x = hard_values((2, 128, 160))
+  options = dict(block="32x32", rounding="floor")
+  got = interpreted(
+    lambda i: quantize.round_to_mxfp8(x, -2, **options, interpret=i)
+  )
+  assert_equal_values(got, reference.round_to_mxfp8(x, -2, **options))
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("layout", mxfp8.LAYOUTS)
 @pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float32])
 def test_directions_and_layouts(interpreted, axis, layout, x_dtype):
