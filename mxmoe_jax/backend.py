@@ -36,6 +36,7 @@ class Ops:
   quantize: Callable[..., Any]
   views: Callable[..., reference.Views]
   requantize: Callable[..., Any]
+  round_to_mxfp8: Callable[..., jax.Array]
   dequantize: Callable[..., Any]
   take_rows: Callable[..., Any]
   pack: Callable[..., jax.Array]

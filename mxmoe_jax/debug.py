@@ -5,8 +5,8 @@
     underflowed       share of x that is not 0 and became 0
     scale histogram   how often each scale byte occurs
     spread            of a row: its largest scale byte minus its smallest
-    fold              share of numbers that `reference.fold` changes, and how
-                      many by more than its bound
+    fold              share of numbers that `reference.fold` changes, and of
+                      those beyond its bound
 
 `layer_report(x, params, config)` runs the layer's own passes, listens to every
 quantization, and reports each by the name of its tensor. Everything returned
@@ -29,7 +29,6 @@ from pallas_kernels import mxfp8, reference
 MoEConfig = config_lib.MoEConfig
 MxArray = mxfp8.MxArray
 Views = reference.Views
-
 SCALE_BYTES = 256
 
 
@@ -301,6 +300,9 @@ class _Listener:
         source = jnp.swapaxes(source, -1, -2)
       axis = (*args, options.get("axis", -1))[1]
       self._add(self._quantized(args[0].shape, axis), source, result)
+    elif operation == "round_to_mxfp8":
+      mx = reference.quantize(*args, **options)
+      self._add(self._quantized(args[0].shape, args[1]), args[0], mx)
     elif operation == "views":
       self._views(self._passing("x", "dy"), args[0], result)
     elif operation == "requantize":

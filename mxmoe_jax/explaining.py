@@ -188,15 +188,18 @@ def _backward_passes(recipe: config_lib.Recipe,
 def _between(name: str, heard: _Heard) -> tuple[Pass, ...]:
   """What prepares operands, by operation; each leg's own quantize included.
 
-  That is: weights and rows quantized, rows quantized again along the other
-  axis, and numbers read from MXFP8.
+  That is: weights and rows quantized (or rounded to numbers that MXFP8 holds,
+  where the matmul is in bf16), rows quantized again along the other axis, and
+  numbers read from MXFP8.
   """
   steps = []
-  for operation in ("quantize", "views", "requantize", "dequantize"):
+  for operation in ("quantize", "round_to_mxfp8", "views", "requantize",
+                    "dequantize"):
     calls = heard.get(operation, [])
     for choice in dict.fromkeys(calls):  # in order, each once
       times = calls.count(choice)
-      steps.append(Pass(f"{name} {operation} x{times}", "mxfp8",
+      word = operation.removesuffix("_to_mxfp8")
+      steps.append(Pass(f"{name} {word} x{times}", "mxfp8",
                         choice.implementation, choice.reason))
   return tuple(steps)
 

@@ -25,6 +25,7 @@ MxArray = mxfp8.MxArray
 Views = reference.Views
 
 quantize = quantize_kernel.quantize
+round_to_mxfp8 = quantize_kernel.round_to_mxfp8
 
 
 def dequantize(x: MxArray | wire.WireRows, dtype: Any = jnp.bfloat16
@@ -130,6 +131,7 @@ def kernels(generation: Literal["hopper", "blackwell"]
                         grouped_wgrad=blackwell_wgrad.grouped_wgrad)}
   return matmuls[generation] | dict(
       quantize=quantize, views=views, requantize=requantize,
+      round_to_mxfp8=round_to_mxfp8,
       dequantize=dequantize, take_rows=take_rows, pack=pack,
       swiglu_quantize=swiglu_quantize,
       swiglu_backward_quantize=swiglu_backward_quantize)

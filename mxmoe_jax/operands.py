@@ -1,7 +1,8 @@
 """Operands of a grouped matmul: the one rule of how each gets its precision.
 
     operand         numbers or MXFP8, along the axis that is contracted
-    weight_operand  the same for weights, folded where Hopper asks for it
+    weight_operand  the same for weights
+    quantize_weight a weight in MXFP8, folded where Hopper asks for it
     multiply        a grouped matmul of the two
 
 Legend: R rows, K contracted, N produced, G groups.
@@ -86,16 +87,37 @@ def operand(x: jax.Array | MxArray | WireRows, axis: int, precision: str,
   return ops.requantize(x, axis, rounding=recipe.rounding, layout=form.layout)
 
 
-def weight_operand(w: jax.Array | MxArray, axis: int, precision: str,
-                   ops: backend_lib.Ops, recipe: Recipe,
-                   folded: bool = False) -> jax.Array | MxArray:
-  """A weight [G, K, N] as a matmul over `axis` reads it, for `multiply`.
+def quantize_weight(w: jax.Array, axis: int, ops: backend_lib.Ops,
+                    recipe: Recipe, folded: bool = False) -> MxArray:
+  """A weight [G, K, N] in MXFP8, for a matmul over `axis`.
 
   A folded weight is stored with the contracted axis last, so that of the
   forward pass is the transpose: Hopper's fp8 tensor cores read no other way.
 
   Args:
-    w: numbers, or MXFP8 (already in the form that is wanted, or 32x32).
+    w: numbers.
+    axis: -2 (forward) or -1 (input gradient).
+    ops: operations of the backend.
+    recipe: gives the scale rule and the blocks.
+    folded: whether it is folded.
+  """
+  if folded:
+    return ops.quantize(w, axis, rounding=recipe.rounding, folded=True,
+                        transposed=axis == -2)
+  made = ops.quantize(w, axis, block=recipe.weight_block,
+                      rounding=recipe.rounding)
+  return made.along(axis) if made.block == "32x32" else made
+
+
+def weight_operand(w: jax.Array | MxArray, axis: int, precision: str,
+                   ops: backend_lib.Ops, recipe: Recipe,
+                   folded: bool = False) -> jax.Array | MxArray:
+  """A weight [G, K, N] as a matmul over `axis` reads it, for `multiply`.
+
+  Hopper multiplies exact MXFP8 in bf16, so there a weight is only rounded.
+
+  Args:
+    w: numbers, or MXFP8 as `quantize_weight` makes it, or 32x32.
     axis: -2 (forward) or -1 (input gradient).
     precision: "mxfp8" or "bf16".
     ops: operations of the backend.
@@ -103,11 +125,10 @@ def weight_operand(w: jax.Array | MxArray, axis: int, precision: str,
     folded: whether weights that are quantized here are folded.
   """
   if precision == "mxfp8" and not isinstance(w, MxArray):
-    if folded:
-      return ops.quantize(w, axis, rounding=recipe.rounding, folded=True,
-                          transposed=axis == -2)
-    w = ops.quantize(w, axis, block=recipe.weight_block,
-                     rounding=recipe.rounding)
+    if ops.generation == "hopper" and not folded:
+      return ops.round_to_mxfp8(w, axis, block=recipe.weight_block,
+                                rounding=recipe.rounding)
+    return quantize_weight(w, axis, ops, recipe, folded)
   if isinstance(w, MxArray) and w.folded and precision == "mxfp8":
     return w
   return operand(w, axis, precision, ops, recipe)

@@ -92,7 +92,7 @@ def quantize_weights(params: dict[str, jax.Array], config: MoEConfig, *,
   views: dict[str, Any] = {}
   for name, w in (("gate_up", gate_up), ("down", down)):
     forward, backward = (
-        operands.weight_operand(w, axis, precision, ops, recipe, folded)
+        operands.quantize_weight(w, axis, ops, recipe, folded)
         if precision == "mxfp8" else None
         for axis, precision in ((-2, recipe.forward),
                                 (-1, recipe.input_grad)))

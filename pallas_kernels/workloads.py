@@ -85,6 +85,15 @@ def quantize_workloads(rows: int, width: int) -> list[Workload]:
       **common | more,
     )
 
+  def rounded(name, axis):
+    return Workload(
+      variant=name,
+      make=make,
+      run=functools.partial(quantize.round_to_mxfp8, axis=axis),
+      meaning=functools.partial(reference.round_to_mxfp8, axis=axis),
+      **common,
+    )
+
   def both(name, meaning=_both, options=None, **more):
     run = functools.partial(quantize.quantize_both, **options or {})
     found: dict[str, Any] = dict(variant=name, make=make, run=run)
@@ -96,6 +105,8 @@ def quantize_workloads(rows: int, width: int) -> list[Workload]:
     one(-1, "linear", bar=0.90),
     one(-2, "blocked", tuned="columns"),
     one(-2, "linear"),
+    rounded("rounded along rows", -1),
+    rounded("rounded along columns", -2),
     both("both blocked", bar=0.85, tuned="both"),
     both(
       "both linear",
