@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from pallas_kernels import dequantize, groups, mosaic, mxfp8, stream
 from pallas_kernels.hopper import common, matmul_check, matmul_kernel, tile
 
-TMA_BYTES = 16  # rows of an array that TMA reads start at multiples of it
+TMA_BYTES = 32  # rows of the array that TMA reads tiles of: the narrowest tile
 # Whether rhs may be [G, N, K], by way; fp8 wgmma reads no other order.
 ORDERS = {"plain": (False, True), "converted": (False, True), "folded": (True,)}
 STEP_BLOCKS = 2  # blocks of 32 in a step of the converted way

@@ -195,13 +195,14 @@ def test_scales_at_the_ends_of_their_range(interpreted, way):
 
 
 @pytest.mark.parametrize(
-  ("depth", "read"), [(128, "in place"), (160, "copied out")]
+  ("depth", "stride", "read"),
+  [(128, 256, "in place"), (160, 256, "copied"), (128, 144, "copied")],
 )
-def test_rows_of_a_wire_buffer_are_read(interpreted, depth, read):
+def test_rows_of_a_wire_buffer_are_read(interpreted, depth, stride, read):
   """Rows hold the data, NaN behind it; lhs.data itself is not read."""
   lhs, rhs, options = operands("folded", depth=depth)
   layout = layout_of("even")
-  wire = jnp.full((lhs.shape[0], 256), jnp.nan, E4M3)
+  wire = jnp.full((lhs.shape[0], stride), jnp.nan, E4M3)
   wire = wire.at[:, :depth].set(lhs.data)
   assert (grouped_matmul._rows(lhs, wire, "folded") is wire) == (
     read == "in place"
