@@ -93,6 +93,7 @@ def explain(config: MoEConfig, tokens: int, *,
   sharding = sharding_lib.resolve(config, mesh)
   sharding_lib.check_tokens(tokens, config, sharding)
   device = device or sharding_lib.first_device(sharding)
+  stage_lib.make_stage(config, sharding, device)  # refuses what it refuses
   shards = sharding.token_shards if sharding else 1
   ep = sharding.ep if sharding else 1
   local = tokens // shards

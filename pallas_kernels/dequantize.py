@@ -186,10 +186,10 @@ def _check(x: MxArray, dtype: Any) -> None:
       "dequantize kernel: x must be a matrix or a stack of matrices, not "
       f"empty, with blocks along one of its axes; got {x!r}. {instead}"
     )
-  if x.shape[-1] < CHUNK or x.shape[-1] % TMA_COLUMNS:
+  if x.shape[-1] % TMA_COLUMNS:
     raise NotImplementedError(
-      f"dequantize kernel: rows must hold at least {CHUNK} values and a "
-      f"multiple of {TMA_COLUMNS} (TMA tiles); got {x!r}. {instead}"
+      f"dequantize kernel: rows must hold a multiple of {TMA_COLUMNS} values "
+      f"(TMA tiles); got {x!r}. {instead}"
     )
   if x.shape[-2] > ROWS and x.shape[-2] % TMA_ROWS:
     raise NotImplementedError(
@@ -199,14 +199,13 @@ def _check(x: MxArray, dtype: Any) -> None:
 
 
 def _whole_tiles(x: MxArray, problem: Problem) -> tuple[jax.Array, jax.Array]:
-  """Data of at least one tile of rows; linear scales of whole tiles."""
+  """Data of at least one tile; linear scales of whole tiles."""
   data, scale = x.data, x.scale
   if x.ndim == 2:
     data, scale = data[None], scale[None]
-  down = problem.shape[1] - data.shape[1]
-  if down:
-    data = lax.bitcast_convert_type(data, jnp.uint8)
-    data = jnp.pad(data, ((0, 0), (0, down), (0, 0)))
+  if data.shape != problem.shape:
+    more = [(0, w - n) for w, n in zip(problem.shape, data.shape, strict=True)]
+    data = jnp.pad(lax.bitcast_convert_type(data, jnp.uint8), more)
     data = lax.bitcast_convert_type(data, x.data.dtype)
   if x.layout == "linear":
     _, tall, _ = problem.grid
@@ -231,7 +230,7 @@ def dequantize(
 
   Args:
     x: [R, C] or [G, R, C], blocks along either of the last two axes, linear or
-      blocked scales; C a multiple of 32, at least 128.
+      blocked scales; C a multiple of 32.
     dtype: bfloat16.
     tile: The schedule; None for the default.
     interpret: Interpret parameters; False compiles.
@@ -244,11 +243,12 @@ def dequantize(
   """
   _check(x, dtype)
   x = x.along(x.axis)
-  tile = tile or _default_tile(x.axis, x.shape[-1])
   matrices = x.shape[0] if x.ndim == 3 else 1
   rows, columns = x.shape[-2:]
+  width = max(columns, CHUNK)
+  tile = tile or _default_tile(x.axis, width)
   problem = Problem(
-    shape=(matrices, max(rows, ROWS), columns),
+    shape=(matrices, max(rows, ROWS), width),
     axis=x.axis,
     layout=x.layout,
     tile=tile,
@@ -264,14 +264,14 @@ def dequantize(
     scratch_types=[
       plgpu.Barrier(num_barriers=slots),
       stream.release_barriers(tile.stages, tile.warpgroups),
-      mosaic.swizzled((slots, ROWS, tile.part), x.data.dtype, columns),
-      mosaic.swizzled((buffers, ROWS, tile.part), jnp.bfloat16, columns),
+      mosaic.swizzled((slots, ROWS, tile.part), x.data.dtype, width),
+      mosaic.swizzled((buffers, ROWS, tile.part), jnp.bfloat16, width),
     ],
     **stream.launch(ctas, tile.warpgroups),
     compiler_params=mosaic.compiler_params(),
     interpret=interpret,
   )
-  y = call(*_whole_tiles(x, problem))[:, :rows]
+  y = call(*_whole_tiles(x, problem))[:, :rows, :columns]
   return y if x.ndim == 3 else y[0]
 
 

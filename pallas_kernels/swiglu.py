@@ -154,7 +154,7 @@ def swiglu_quantize(
     one_pass: Fold them in the same kernel (`swiglu_rows`), where a row fits and
       nothing else is asked for; otherwise a second one does (`fold`), which
       moves 2.03 bytes more. Measured: faster forward, no faster backward.
-    tile: The schedule; None for the default.
+    tile: The schedule, of two passes; None for the default.
     interpret: Interpret parameters; False compiles.
 
   Raises:
@@ -162,7 +162,7 @@ def swiglu_quantize(
     ValueError: Shapes disagree, or an option is unknown.
   """
   swiglu_problem.check(pre, None, layout, (rows, columns, plain))
-  if folded and one_pass and not (plain or save_pre):
+  if folded and one_pass and not (plain or save_pre or tile):
     whole = swiglu_rows.whole_rows(
       pre, None, weight, layout, bias, rows=rows, columns=columns, form=form,
       rounding=rounding, dtype=dtype, interpret=interpret,
@@ -237,7 +237,7 @@ def swiglu_backward_quantize(
     ValueError: Shapes disagree, or an option is unknown.
   """
   swiglu_problem.check(pre, dh, layout, (rows, columns, plain))
-  if folded and one_pass and not plain:
+  if folded and one_pass and not (plain or tile):
     whole = swiglu_rows.whole_rows(
       pre, dh, weight, layout, bias, rows=rows, columns=columns, form=form,
       rounding=rounding, dtype=dtype, interpret=interpret,

@@ -10,7 +10,7 @@ Three ways, chosen by the operands:
   converted  MXFP8: the value of the reference ("exact"). Hopper has no
              block-scaled MMA; rows become bf16 in registers, in the shadow of
              wgmma, and weights by a pass before, or they come in bf16. bf16
-             holds every MXFP8 number whose scale byte is 12 to 246.
+             holds all MXFP8 numbers of float32's range, from 2^-130 on.
   folded     MXFP8 with one scale a row and one a column (`reference.fold`), rhs
              [G, N, K]: fp8 wgmma, the scales applied to the sums. fp8 wgmma
              adds in fewer bits than float32: 2e-3 of the norm, measured.
@@ -34,10 +34,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import dequantize, groups, mosaic, mxfp8, reference, stream
+from pallas_kernels import dequantize, groups, mosaic, mxfp8, stream
 from pallas_kernels.hopper import common, matmul_check, matmul_kernel, tile
 
-TMA_BYTES = 16  # rows of an array that TMA reads start at multiples of it
+TMA_BYTES = 32  # rows of the array that TMA reads tiles of: the narrowest tile
 # Whether rhs may be [G, N, K], by way; fp8 wgmma reads no other order.
 ORDERS = {"plain": (False, True), "converted": (False, True), "folded": (True,)}
 STEP_BLOCKS = 2  # blocks of 32 in a step of the converted way
@@ -103,7 +103,8 @@ def grouped_matmul(
       rhs.data,
     )
   else:
-    way, scales, rhs = "converted", (_step_scales(lhs),), _bf16(rhs, interpret)
+    way, scales = "converted", (_step_scales(lhs),)
+    rhs = dequantize.dequantize(rhs, interpret=interpret)
   return call((_rows(lhs, lhs_rows, way), rhs), scales, way=way)
 
 
@@ -136,16 +137,6 @@ def _line_scales(x: MxArray) -> jax.Array:
   return mosaic.power_of_two(
     x.with_layout("linear").scale[..., 0].astype(jnp.uint32)
   )
-
-
-def _bf16(x: MxArray, interpret: Any) -> jax.Array:
-  """x in bf16, by the kernel where it takes the shape."""
-  if interpret:
-    return reference.dequantize(x)
-  try:
-    return dequantize.dequantize(x)
-  except NotImplementedError:  # a shape that TMA tiles do not fit
-    return reference.dequantize(x)
 
 
 def _call(

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import mxmoe_jax
-from mxmoe_jax import backend, mosaic_ops, stage
+from mxmoe_jax import arguments, backend, layer, mosaic_ops, stage
+from mxmoe_jax import weights as weights_lib
 from pallas_kernels import bring_up_record
 from tests.mxmoe_jax import meshes
 
@@ -128,15 +129,32 @@ def test_the_default_device_decides(monkeypatch):
       assert backend.device_capability() is None
 
 
+def abstract_layer(cfg, device):
+  """Shapes of all results of the forward and of the backward pass."""
+  made, array = stage.make_stage(cfg, None, device), jax.ShapeDtypeStruct
+  x = array((512, cfg.d_model), jnp.bfloat16)
+  weights = array((512, cfg.top_k), jnp.float32)
+  ids = array((512, cfg.top_k), jnp.int32)
+  shapes = arguments.parameter_shapes(cfg)
+  params = weights_lib.expert_params(
+      {name: array(shape, jnp.float32) for name, shape in shapes.items()})
+  copies = mxmoe_jax.QuantizedWeights()
+  y, dropped, kept = jax.eval_shape(
+      lambda *args: layer.forward(made, *args), x, weights, ids, params, copies)
+  gradients = jax.eval_shape(
+      lambda *args: layer.backward(made, *args), x, kept, weights, ids, params,
+      copies)
+  return y, dropped, gradients
+
+
 def test_shapes_agree_with_the_reference_through_the_whole_layer():
   """Forward and backward trace to the same shapes with and without kernels."""
   cfg = meshes.config(d_model=256, d_ff=256, expert_axis=None, data_axes=())
-  for device in (HOPPER, jax.devices("cpu")[0]):
-    made = stage.make_stage(cfg, None, device)
-    assert made.ops is not None
-  on_gpu = mxmoe_jax.explain(cfg, 512, device=HOPPER)
-  on_cpu = mxmoe_jax.explain(cfg, 512)
-  assert on_gpu.buffer_bytes == on_cpu.buffer_bytes
+  on_gpu = abstract_layer(cfg, HOPPER)
+  assert on_gpu == abstract_layer(cfg, jax.devices("cpu")[0])
+  told = [mxmoe_jax.explain(cfg, 512, device=device)
+          for device in (HOPPER, jax.devices("cpu")[0])]
+  assert told[0].buffer_bytes == told[1].buffer_bytes
 
 
 def test_folded_is_for_hopper_alone():
@@ -155,9 +173,11 @@ def test_folded_is_for_hopper_alone():
     dict(fsdp_axis="data")])
 def test_what_cannot_be_folded_is_refused_with_the_way_out(change):
   recipe = mxmoe_jax.Recipe.mxfp8(hopper="folded")
-  cfg = meshes.config(**dict(recipe=recipe) | change)
+  cfg = meshes.config(**dict(recipe=recipe, d_ff=128) | change)
   with pytest.raises(NotImplementedError, match="Use hopper='exact'"):
     stage.make_stage(cfg, None, HOPPER)
+  with pytest.raises(NotImplementedError, match="Use hopper='exact'"):
+    mxmoe_jax.explain(cfg, 512, mesh=meshes.make_mesh(2, 4), device=HOPPER)
 
 
 @pytest.mark.parametrize(("device", "backend_name", "rows", "columns"), [

@@ -154,6 +154,28 @@ def test_swiglu_of_whole_rows(interpreted, width, rows, options):
   tolerance.assert_reordered(got[1].dweight, want[1].dweight)
 
 
+def test_a_tile_that_is_given_is_used(monkeypatch):
+  """The kernel of whole rows has a schedule of its own."""
+  monkeypatch.setattr(swiglu.swiglu_rows, "whole_rows", None)
+  layout = groups.group_layout(jnp.array([100]), 128)
+  pre, dh = (
+    jnp.ones((128, 512), jnp.bfloat16),
+    jnp.ones((128, 256), jnp.bfloat16),
+  )
+  tile = swiglu.SwigluTile(stages=2)
+  options = dict(folded=True, one_pass=True, tile=tile)
+  out = jax.eval_shape(
+    lambda: swiglu.swiglu_quantize(pre, jnp.ones(128), layout, **options)
+  )
+  back = jax.eval_shape(
+    lambda: swiglu.swiglu_backward_quantize(
+      pre, dh, jnp.ones(128), layout, **options
+    )
+  )
+  assert out.rows.folded
+  assert back.rows.folded
+
+
 def test_no_rows_are_asked_for(interpreted):
   layout = groups.group_layout(jnp.array([100]), 128)
   pre, weight = jnp.ones((128, 256), jnp.bfloat16), jnp.ones(128)

@@ -221,6 +221,14 @@ def test_dequantize_of_any_bytes(interpreted, axis, layout, dtype):
   assert_equal_values(got, reference.dequantize(x))
 
 
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("layout", mxfp8.LAYOUTS)
+def test_dequantize_of_less_than_a_tile(interpreted, axis, layout):
+  x = reference.quantize(hard_values((2, 64, 96)), axis, layout=layout)
+  got = interpreted(lambda i: dequantize.dequantize(x, interpret=i))
+  assert_equal_values(got, reference.dequantize(x))
+
+
 def test_dequantize_of_square_blocks(interpreted):
   x = reference.quantize(hard_values((128, 160)), block="32x32")
   got = interpreted(lambda i: dequantize.dequantize(x, interpret=i))

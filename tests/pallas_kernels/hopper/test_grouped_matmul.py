@@ -139,7 +139,12 @@ def test_the_other_operands(interpreted, way):
 
 @pytest.mark.parametrize(
   ("way", "depth", "width"),
-  [("exact", 96, 32), ("folded", 160, 96), ("bf16 transposed", 32, 320)],
+  [
+    ("exact", 160, 160),
+    ("exact of bf16 weights", 96, 32),
+    ("folded", 160, 96),
+    ("bf16 transposed", 32, 320),
+  ],
 )
 def test_widths_that_end_inside_a_tile(interpreted, way, depth, width):
   lhs, rhs, options = operands(way, depth=depth, width=width)
@@ -169,13 +174,43 @@ def test_outliers_stay_within_the_bounds(interpreted):
     assert (np.abs(got[rows] - want) <= bound).all()
 
 
-def test_rows_of_a_wire_buffer_are_read_in_place(interpreted):
-  lhs, rhs, options = operands("folded", depth=128)
+@pytest.mark.parametrize("way", ["exact transposed", "folded"])
+def test_scales_at_the_ends_of_their_range(interpreted, way):
+  """A NaN block shows in its row alone; very large and very small are exact."""
+  lhs, rhs, options = operands(way)
   layout = layout_of("even")
-  wire = jnp.full((lhs.shape[0], 256), jnp.nan, E4M3).at[:, :128].set(lhs.data)
+  scale = jnp.full_like(lhs.scale, 17)  # e5m2's smallest is normal in float32
+  scale = scale.at[0].set(225).at[1, 0].set(mxfp8.SCALE_NAN)
+  lhs = dataclasses.replace(lhs, scale=scale)
+  if way == "folded":
+    lhs = reference.fold(lhs)
+  got = np.asarray(interpreted(kernel(options), lhs, rhs, layout))
+  assert np.isnan(got[1]).all()
+  got = got.copy()
+  got[1] = 0
+  data, scale = lhs.data.at[1].set(0), lhs.scale.at[1].set(0)
+  check(
+    got, dataclasses.replace(lhs, data=data, scale=scale), rhs, layout, options
+  )
+
+
+@pytest.mark.parametrize(
+  ("depth", "stride", "read"),
+  [(128, 256, "in place"), (160, 256, "copied"), (128, 144, "copied")],
+)
+def test_rows_of_a_wire_buffer_are_read(interpreted, depth, stride, read):
+  """Rows hold the data, NaN behind it; lhs.data itself is not read."""
+  lhs, rhs, options = operands("folded", depth=depth)
+  layout = layout_of("even")
+  wire = jnp.full((lhs.shape[0], stride), jnp.nan, E4M3)
+  wire = wire.at[:, :depth].set(lhs.data)
+  assert (grouped_matmul._rows(lhs, wire, "folded") is wire) == (
+    read == "in place"
+  )
+  hollow = dataclasses.replace(lhs, data=jnp.zeros_like(lhs.data))
   got = interpreted(
     lambda i, rows: grouped_matmul.grouped_matmul(
-      lhs, rhs, layout, lhs_rows=rows, tile=TILE, interpret=i, **options
+      hollow, rhs, layout, lhs_rows=rows, tile=TILE, interpret=i, **options
     ),
     wire,
   )
