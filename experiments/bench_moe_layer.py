@@ -24,6 +24,7 @@ import importlib.util
 import json
 import pathlib
 import sys
+import threading
 from typing import Any
 
 import jax
@@ -90,10 +91,13 @@ def build(
 ) -> tuple[list[Program], dict[str, str]]:
   """Compiles and runs each arm once; those that refuse come with reasons."""
 
+  running = threading.Lock()  # each takes gigabytes
+
   def attempt(name: str) -> Program | str:
     try:
       program = layer_arms.build(name, configs[name], data)
-      jax.block_until_ready(program.step(*data))
+      with running:
+        jax.block_until_ready(program.step(*data))
     except REFUSALS as reason:
       return _short(reason)
     return program
