@@ -90,7 +90,6 @@ def build(
   asked: argparse.Namespace, data: Any, configs: dict[str, Any]
 ) -> tuple[list[Program], dict[str, str]]:
   """Compiles and runs each arm once; those that refuse come with reasons."""
-
   running = threading.Lock()  # each takes gigabytes
 
   def attempt(name: str) -> Program | str:
