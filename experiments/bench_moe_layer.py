@@ -25,6 +25,7 @@ import json
 import pathlib
 import sys
 import threading
+import time
 from typing import Any
 
 import jax
@@ -99,6 +100,7 @@ def build(
         jax.block_until_ready(program.step(*data))
     except REFUSALS as reason:
       return _short(reason)
+    _say(f"{name}: compiled and run once")
     return program
 
   with concurrent.futures.ThreadPoolExecutor() as pool:  # it is compiling
@@ -106,6 +108,11 @@ def build(
   refused = {name: found for name, found in made.items()
              if isinstance(found, str)}  # fmt: skip
   return [p for p in made.values() if isinstance(p, Program)], refused
+
+
+def _say(words: str) -> None:
+  """A line about progress: compiling takes minutes."""
+  print(f"{time.strftime('%H:%M:%S')} {words}", file=sys.stderr, flush=True)
 
 
 def _short(reason: BaseException) -> str:
@@ -137,19 +144,11 @@ def time_programs(
 def measure(
   programs: Sequence[Program], data: Any, asked: argparse.Namespace
 ) -> list[Arm]:
-  """Everything about the arms that run."""
+  """The arms that run, whole."""
   times = time_programs(programs, data, asked.samples, asked.seconds)
   arms = []
   for p in programs:
     forward, both = times[p.name]
-    parts = []
-    if asked.parts and p.name != "jax":
-      parts = layer_parts.measure(
-        p.config,
-        data,
-        samples=max(2, asked.samples // 4),
-        sample_seconds=min(asked.seconds, PART_SECONDS),
-      )
     flops = 18 * asked.rows * p.config.d_model * p.config.d_ff
     arms.append(
       Arm(
@@ -164,10 +163,23 @@ def measure(
         memory=p.memory,
         saved_bytes_per_row=p.saved_bytes_per_row,
         fallbacks=p.fallbacks,
-        parts=parts,
+        parts=[],
       )
     )
   return arms
+
+
+def with_parts(
+  arm: Arm, config: Any, data: Any, asked: argparse.Namespace
+) -> Arm:
+  """An arm of ours with its operations timed alone."""
+  parts = layer_parts.measure(
+    config,
+    data,
+    samples=max(2, asked.samples // 4),
+    sample_seconds=min(asked.seconds, PART_SECONDS),
+  )
+  return dataclasses.replace(arm, parts=parts)
 
 
 def table(arms: Sequence[Arm], title: str) -> rich.table.Table:
@@ -266,6 +278,12 @@ def main(
   console = rich.console.Console(width=None if sys.stdout.isatty() else 150)
   programs, refused = build(asked, data, configs)
   arms = measure(programs, data, asked)
+
+  def write() -> None:
+    if asked.json:
+      found = origin(_without_png(arguments)) | result(asked, arms, refused)
+      asked.json.write_text(json.dumps(found, indent=2) + "\n")
+
   device = jax.devices()[0].device_kind
   title = (
     f"{asked.model}: {asked.rows} rows, {asked.experts} experts of"
@@ -277,9 +295,12 @@ def main(
   for arm in arms if on_gpu else ():
     for step, reason in arm.fallbacks.items():
       console.print(f"{arm.name} {step} on XLA: {reason}", markup=False)
-  if asked.json:
-    found = origin(_without_png(arguments)) | result(asked, arms, refused)
-    asked.json.write_text(json.dumps(found, indent=2) + "\n")
+  write()  # the parts take minutes
+  for i, arm in enumerate(arms):
+    if asked.parts and arm.name != "jax":
+      arms[i] = with_parts(arm, configs[arm.name], data, asked)
+      write()
+      _say(f"{arm.name}: parts timed")
   if asked.png:
     _draw(asked.png, arms, title)
   return 0 if arms else 1

@@ -74,6 +74,7 @@ def route(x: jax.Array, router: jax.Array, config: MoEConfig, *,
       config.z_loss_coef * router_z_loss(logits, mask=mask))
 
 
+@jax.checkpoint  # keeps x as it is for backward, not its float32 copy
 def router_logits(x: jax.Array, router: jax.Array) -> jax.Array:
   """[T, E] float32 logits, multiplied in float32 at highest precision."""
   return jnp.matmul(x.astype(jnp.float32), router.astype(jnp.float32),

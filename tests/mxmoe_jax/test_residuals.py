@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxmoe_jax import Recipe, explain, layer, sharding
-from pallas_kernels import wire
+from mxmoe_jax import Recipe, arguments, explain, layer, moe, sharding
+from pallas_kernels import cases, wire
 from tests.mxmoe_jax import layers, meshes
 
 # D, 2 F, F and R = rows all differ, so a shape names what it is.
@@ -152,6 +152,45 @@ def test_in_bf16_the_kept_rows_are_those_that_went_in():
   found = [row.tobytes() for row in np.asarray(kept) if row.any()]
   assert len(found) == TOKENS * layers.TOP_K
   assert set(found) == known
+
+
+def kept_bytes(cfg, rows: int) -> int:
+  """What a whole layer, router included, keeps beside its own arguments."""
+  struct = jax.ShapeDtypeStruct
+  x = struct((rows // cfg.top_k, cfg.d_model), jnp.bfloat16)
+  params = {
+    name: struct(shape, jnp.float32 if name == "router" else jnp.bfloat16)
+    for name, shape in arguments.parameter_shapes(cfg).items()
+  }
+
+  def pull(x, params):
+    return jax.vjp(lambda x, params: moe(x, params, cfg)[0], x, params)[1]
+
+  given = {(a.shape, a.dtype) for a in jax.tree.leaves((x, params))}
+  leaves = jax.tree.leaves(jax.eval_shape(pull, x, params))
+  return nbytes([a for a in leaves if (a.shape, a.dtype) not in given])
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "llama4_scout"])
+def test_memory_of_a_whole_layer_shrinks_with_its_pre_activations(model):
+  shape = cases.MODELS[model]
+  experts = 32 if model == "deepseek_v3" else 8
+  sizes = dict(
+    d_model=shape.d_model, d_ff=shape.d_ff, num_experts=experts,
+    top_k=shape.top_k,
+  )  # fmt: skip
+  kept = {
+    name: kept_bytes(layers.config(recipe=recipe, **sizes), 32768)
+    for name, recipe in RECIPES.items()
+  }
+  assert kept["mxfp8_preactivations"] < 0.55 * kept["bf16"]
+  assert kept["recompute"] < 0.3 * kept["bf16"]
+  assert 0.6 < kept["mxfp8"] / kept["bf16"] < 0.8  # the default
+
+
+def test_the_router_keeps_no_float32_tokens():
+  cfg = layers.config(d_model=7168, d_ff=64, num_experts=4, top_k=2)
+  assert kept_bytes(cfg, 4096) < 2048 * 7168 * 4
 
 
 def test_deepseek_v3_saves_what_the_design_says():
