@@ -15,7 +15,7 @@ import dataclasses
 import math
 
 from pallas_kernels import mxfp8, peaks
-from pallas_kernels.blackwell import grouped_matmul, wgrad_tile
+from pallas_kernels.blackwell import grouped_matmul, grouped_wgrad
 
 GPU = peaks.PEAKS["NVIDIA B200"]
 STEP = 128  # of K: one atom of scales, one step of the pipeline
@@ -181,7 +181,7 @@ def steps() -> list[Step]:
   """What the kernels' tiles do in a step, widest tile first."""
   found = []
   for width, depth in ((256, 256), (128, 256), (128, 128)):
-    chosen = wgrad_tile.default_tile(depth, width, accumulate=False)
+    chosen = grouped_wgrad.default_tile(depth, width, accumulate=False)
     tile = Tile(rows=chosen.lhs, columns=chosen.rhs, ctas=chosen.ctas)
     found.append(
       Step(
@@ -265,7 +265,7 @@ def wgrad(
     form: "mxfp8" or "bf16".
     name: In words.
   """
-  chosen = wgrad_tile.default_tile(depth, width, accumulate=False)
+  chosen = grouped_wgrad.default_tile(depth, width, accumulate=False)
   tile = Tile(rows=chosen.lhs, columns=chosen.rhs, ctas=chosen.ctas)
   size = 2.0 if form == "bf16" else SCALED
   total = sum(rows)

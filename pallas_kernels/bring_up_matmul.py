@@ -91,7 +91,7 @@ def _options(tile: str) -> dict[str, Any]:
   """Options of a kernel for one of the `CAUTIOUS` tiles; "" is the default."""
   if not tile:
     return {}
-  make = _kernel("pallas_kernels.blackwell.wgrad_tile", "WgradTile")
+  make = _kernel("pallas_kernels.blackwell.tile", "MatmulTile")
   return {"tile": make(**CAUTIOUS[tile])}
 
 

@@ -78,6 +78,25 @@ class GroupLayout:
     end = self.starts[group] + self.sizes[group]
     return jnp.clip(end - first, 0, ROW_ALIGN)
 
+  def by_size(self, step: int) -> jax.Array:
+    """[3, groups] int32: groups by falling size, first rows, steps of rows.
+
+    Sorted by counting, which XLA fuses to one small kernel.
+
+    Args:
+      step: rows of a step, a divisor of 128.
+    """
+    steps = -(-self.sizes // step)
+    group = jnp.arange(self.groups, dtype=jnp.int32)
+    longer = steps[None, :] > steps[:, None]
+    equal = steps[None, :] == steps[:, None]
+    earlier = longer | (equal & (group[None, :] < group[:, None]))
+    place = jnp.sum(earlier, axis=1, dtype=jnp.int32)
+    chosen = place[None, :] == group[:, None]  # [place, group]
+    rows = jnp.stack([group, self.starts, steps])
+    picked = jnp.where(chosen[None], rows[:, None, :], 0)
+    return jnp.sum(picked, axis=2, dtype=jnp.int32)
+
   def row_group(self) -> jax.Array:
     """[rows] int32, the group of each row, padding included."""
     return jnp.repeat(self.tile_group(), ROW_ALIGN)

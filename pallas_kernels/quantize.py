@@ -18,141 +18,22 @@ Runs on Hopper and Blackwell from one source; bound by memory bandwidth. The
 way back is `dequantize`.
 """
 
-import functools
-import math
 from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import fold, mosaic, mxfp8, quantize_kernel, stream, tiles
+from pallas_kernels import fold, mosaic, mxfp8, quantize_call, tiles
 
 MxArray = mxfp8.MxArray
 StreamTile = tiles.StreamTile
-Direction = quantize_kernel.Direction
+Direction = quantize_call.Direction
 
-ROWS = tiles.TILE_ROWS
-CHUNK = quantize_kernel.CHUNK
 # By bytes of an input number: bf16 results leave room for narrow tiles.
 ROUNDED_TILES = {
   2: StreamTile(columns=128, ctas_per_sm=2),
   4: StreamTile(columns=128, ctas_per_sm=1),
 }
-TMA_COLUMNS = 32  # columns: the narrowest swizzled tile, 32 bytes of fp8
-TMA_ROWS = 8  # rows of a swizzled tile
-
-
-def _check(x: jax.Array) -> None:
-  """Refuses what the kernel does not take.
-
-  Raises:
-    NotImplementedError: Another dtype or rank, or a shape that TMA tiles do
-      not fit.
-  """
-  instead = 'Use backend="xla".'
-  if x.dtype not in (jnp.bfloat16, jnp.float32):
-    raise NotImplementedError(
-      f"quantize kernel: x must be bfloat16 or float32; got {x.dtype}. "
-      f"{instead}"
-    )
-  if x.ndim not in (2, 3) or 0 in x.shape:
-    raise NotImplementedError(
-      "quantize kernel: x must be a matrix or a stack of matrices, not empty; "
-      f"got x{x.shape}. {instead}"
-    )
-  if x.shape[-1] < CHUNK or x.shape[-1] % TMA_COLUMNS:
-    raise NotImplementedError(
-      f"quantize kernel: rows must hold at least {CHUNK} values and a multiple "
-      f"of {TMA_COLUMNS} (TMA tiles); got x{x.shape}. {instead}"
-    )
-  if x.shape[-2] > ROWS and x.shape[-2] % TMA_ROWS:
-    raise NotImplementedError(
-      f"quantize kernel: beyond one tile of {ROWS} rows their number must be a "
-      f"multiple of {TMA_ROWS} (TMA tiles); got x{x.shape}. {instead}"
-    )
-
-
-def _run(
-  x: jax.Array,
-  directions: tuple[Direction, ...],
-  *,
-  rounding: mxfp8.Rounding,
-  dtype: Any,
-  square: bool = False,
-  tile_rows: jax.Array | None,
-  tile: StreamTile | None,
-  interpret: Any,
-) -> list[MxArray]:
-  """`_call`, and what it gives as arrays of the shape of x."""
-  out = _call(
-    x, directions, rounding=rounding, dtype=dtype, square=square,
-    tile_rows=tile_rows, tile=tile or _default_tile(x, directions),
-    interpret=interpret,
-  )  # fmt: skip
-  pairs = zip(directions, out[::2], out[1::2], strict=True)
-  return [_as_mx(d, data, scale, x.shape) for d, data, scale in pairs]
-
-
-def _call(
-  x: jax.Array,
-  directions: tuple[Direction, ...],
-  *,
-  tile_rows: jax.Array | None,
-  tile: StreamTile,
-  interpret: Any,
-  **options: Any,
-) -> list[jax.Array]:
-  """Calls the kernel; fewer rows than a tile's are padded to one tile."""
-  _check(x)
-  stack = x if x.ndim == 3 else x[None]
-  rows = stack.shape[1]
-  if rows < ROWS:
-    stack = jnp.pad(stack, ((0, 0), (0, ROWS - rows), (0, 0)))
-  problem = quantize_kernel.Problem(
-    shape=stack.shape,
-    directions=directions,
-    **options,
-    masked=tile_rows is not None,
-    tile=tile,
-  )
-  tiles_ = math.prod(problem.grid)
-  ctas = stream.cta_count(tiles_, tile.ctas_per_sm, interpret)
-  body = functools.partial(
-    quantize_kernel.kernel, problem=problem, ctas=ctas, interpret=interpret
-  )
-  call = plgpu.kernel(
-    body,
-    out_type=problem.outputs(),
-    scratch_types=problem.scratch(x.dtype),
-    **stream.launch(ctas, tile.warpgroups),
-    compiler_params=mosaic.compiler_params(),
-    interpret=interpret,
-  )
-  return call(stack, *([] if tile_rows is None else [tile_rows]))
-
-
-def _default_tile(x: Any, directions: tuple[Direction, ...]) -> StreamTile:
-  axes = tuple(d.axis for d in directions)
-  return tiles.quantize_tile(
-    axes, x.shape[-1], x.dtype.itemsize, mosaic.device_kind()
-  )
-
-
-def _as_mx(direction, data, scale, shape) -> MxArray:
-  """Trims what covers whole tiles only and drops the axis that was added."""
-  rows, columns = shape[-2:]
-  transposed, axis = direction.transposed, direction.axis
-  kept = (columns, rows) if transposed else (rows, columns)
-  axis = -1 if transposed else axis
-  data = data[:, : kept[0], : kept[1]]
-  if direction.layout == "linear":
-    wanted = list(kept)
-    wanted[axis] //= mxfp8.BLOCK
-    scale = scale[:, : wanted[0], : wanted[1]]
-  if len(shape) == 2:
-    data, scale = data[0], scale[0]
-  return MxArray(data, scale, axis=axis, layout=direction.layout)
 
 
 def quantize(
@@ -218,13 +99,13 @@ def quantize(
         "blocks along the other axis (MxArray.along)."
       )
     direction = Direction(axis=-1, layout="linear")
-    (rows,) = _run(x, (direction,), square=True, **common)
+    (rows,) = quantize_call.run(x, (direction,), square=True, **common)
     scale = rows.scale[..., :: mxfp8.BLOCK, :]
     square = MxArray(rows.data, scale, axis=axis, block=block)
     return square.with_layout(layout)
   scales = "linear" if folded else layout
   direction = Direction(axis=axis, layout=scales, transposed=transposed)
-  (out,) = _run(x, (direction,), **common)
+  (out,) = quantize_call.run(x, (direction,), **common)
   if folded:
     out = fold.fold(out, layout, interpret=interpret)
   return out
@@ -268,7 +149,7 @@ def quantize_both(
     Direction(axis=-1, layout="linear" if folded else layouts[0]),
     Direction(axis=-2, layout=layouts[1], transposed=transposed),
   )
-  rows, columns = _run(
+  rows, columns = quantize_call.run(
     x,
     directions,
     rounding=rounding,
@@ -317,7 +198,7 @@ def round_to_mxfp8(
     )
   square = block == "32x32"
   direction = Direction(axis=-1 if square else axis, layout="blocked")
-  numbers, _ = _call(
+  numbers, _ = quantize_call.call_kernel(
     x, (direction,), rounding=rounding, dtype=mxfp8.E4M3, square=square,
     rounded=True, tile_rows=None, tile=tile or ROUNDED_TILES[x.dtype.itemsize],
     interpret=interpret,
@@ -387,16 +268,16 @@ def _variant(
 ) -> mosaic.Variant:
   """One entry of `variants`."""
   x = jax.ShapeDtypeStruct((4096, width), x_dtype)
-  tile = _default_tile(x, directions)
+  tile = quantize_call.default_tile(x, directions)
   if rounded:
     tile = ROUNDED_TILES[x.dtype.itemsize]
-  tile_rows = jax.ShapeDtypeStruct((4096 // ROWS,), jnp.int32)
+  tile_rows = jax.ShapeDtypeStruct((4096 // tiles.TILE_ROWS,), jnp.int32)
   promises = ["bulk_tensor_load", "bulk_tensor_store", "cast_to_fp8"]
   if any(d.layout == "blocked" for d in directions):
     promises.append("bulk_copy")
 
   def function(x, tile_rows=None):
-    return _call(
+    return quantize_call.call_kernel(
       x,
       directions,
       rounding=rounding,

@@ -21,27 +21,26 @@ hold reaches another row.
 
 Compiled and interpreted, not run: no Blackwell GPU was at hand. `bring_up` runs
 `simple_matmul` first. Tiles of two CTAs rest on MN-major operands in
-block-scaled MMAs of a pair, which ``WgradTile(transposed=True)`` does without
+block-scaled MMAs of a pair, which ``MatmulTile(transposed=True)`` does without
 (rhs is copied), and on overlapping accumulators, which
-``WgradTile(accumulators=1)`` does without.
+``MatmulTile(accumulators=1)`` does without.
 """
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import groups, mosaic, mxfp8, tiles
-from pallas_kernels.blackwell import matmul_kernel, matmul_problem, wgrad_tile
+from pallas_kernels.blackwell import matmul_kernel, matmul_problem, memory
+from pallas_kernels.blackwell import tile as tile_lib
 
 MxArray = mxfp8.MxArray
-MatmulTile = wgrad_tile.WgradTile
+MatmulTile = tile_lib.MatmulTile
 Problem = matmul_problem.Problem
 
-DEPTH = wgrad_tile.DEPTH
+DEPTH = tile_lib.DEPTH
 PAIR_ROWS = 160  # mean rows of a group from which pairs of CTAs pay
 
 
@@ -115,9 +114,7 @@ def default_tile(rows: int, count: int, width: int) -> MatmulTile:
   if found is not None:
     return MatmulTile(**found)
   shapes = [
-    shape
-    for shape in wgrad_tile.SHAPES
-    if (shape[0] > 128) == (case == "pairs")
+    shape for shape in tile_lib.SHAPES if (shape[0] > 128) == (case == "pairs")
   ]
 
   def cost(shape):
@@ -126,13 +123,6 @@ def default_tile(rows: int, count: int, width: int) -> MatmulTile:
 
   lhs, rhs, _ = min(shapes, key=cost)
   return MatmulTile(lhs=lhs, rhs=rhs, stages=5 if lhs == rhs else 7)
-
-
-def arrays(x: MxArray, axis: int) -> tuple[jax.Array, jax.Array]:
-  """Data, and atoms of scales [..., outer/128, K/128, 4, 128] e8m0."""
-  atoms = x.along(axis).with_layout("blocked").scale
-  atoms = lax.bitcast_convert_type(atoms, matmul_problem.SCALE)
-  return x.data, atoms.reshape(*atoms.shape[:-1], 4, 128)
 
 
 def wire_data(lhs: MxArray, data: jax.Array | None) -> jax.Array:
@@ -198,36 +188,28 @@ def grouped_matmul(
   assert isinstance(rhs, MxArray)
   width = rhs.shape[1 if transpose_rhs else 2]
   tile = tile or default_tile(layout.rows, layout.groups, width)
-  a, a_scale = arrays(lhs, -1)
-  b, b_scale = arrays(rhs, -1 if transpose_rhs else -2)
+  _, a_scale = memory.arrays(lhs, -1)
+  b, b_scale = memory.arrays(rhs, -1 if transpose_rhs else -2)
   a = wire_data(lhs, lhs_rows)
-  across = not transpose_rhs
-  if tile.transposed and across:
-    b, across = jnp.swapaxes(b, 1, 2), False
+  if tile.transposed and not transpose_rhs:
+    b = jnp.swapaxes(b, 1, 2)
   problem = Problem(
     groups=layout.groups,
     rows=layout.rows,
     depth=lhs.shape[1],
     stride=a.shape[1],
     width=width,
-    across=across,
+    turned=transpose_rhs or tile.transposed,
     dtypes=(a.dtype, b.dtype),
     out_dtype=jnp.dtype(out_dtype),
     tile=tile,
   )
-  call = plgpu.kernel(
-    functools.partial(matmul_kernel.kernel, problem=problem),
-    **matmul_kernel.launch(problem, _clusters(problem, interpret)),
-    interpret=interpret,
+  most = problem.down_tiles * problem.across_tiles
+  call = memory.call(
+    matmul_kernel.kernel, problem, most, "blackwell_grouped_matmul", interpret
   )
   table, count = matmul_problem.schedule(layout, problem)
   return call(table, count, a, b, a_scale, b_scale)
-
-
-def _clusters(problem: Problem, interpret: Any) -> int:
-  """CTAs, or pairs, that work: as many as fit; one when interpreted."""
-  resident = 1 if interpret else mosaic.sm_count() // problem.tile.ctas
-  return min(problem.down_tiles * problem.across_tiles, resident)
 
 
 # name, rows, K, N, rhs transposed, result, dtypes, the tile if not default.
@@ -269,24 +251,6 @@ def variants(target: str) -> list[mosaic.Variant]:
   return [_variant(*one) for one in _VARIANTS]
 
 
-def abstract(
-  rows: int, depth: int, width: int, transposed: bool, dtype: Any
-) -> tuple[jax.ShapeDtypeStruct, ...]:
-  """lhs, rhs, their blocked scales and sizes of 8 groups, without values."""
-  count, axis = 8, -1 if transposed else -2
-  shape = (count, width, depth) if transposed else (count, depth, width)
-  scales = (
-    mxfp8.scale_shape((rows, depth), -1, "1x32", "blocked"),
-    mxfp8.scale_shape(shape, axis, "1x32", "blocked"),
-  )
-  return (
-    jax.ShapeDtypeStruct((rows, depth), dtype),
-    jax.ShapeDtypeStruct(shape, mxfp8.E4M3),
-    *(jax.ShapeDtypeStruct(s, jnp.uint8) for s in scales),
-    jax.ShapeDtypeStruct((count,), jnp.int32),
-  )
-
-
 def _variant(
   name: str,
   rows: int,
@@ -300,25 +264,71 @@ def _variant(
   """One entry of `variants`."""
   tile = tile or default_tile(rows, 8, width)
 
-  def function(lhs, rhs, lhs_scale, rhs_scale, sizes):
-    axis = -1 if transposed else -2
+  def function(*operands):
     return grouped_matmul(
+      *operands, transpose_rhs=transposed, out_dtype=out_dtype, tile=tile
+    )
+
+  return variant(
+    "grouped_matmul",
+    f"{name} {tile.name}",
+    function,
+    (rows, depth, width),
+    transposed,
+    dtype,
+    *(("mma_of_a_pair",) if tile.ctas > 1 else ()),
+  )
+
+
+def variant(
+  kernel: str,
+  name: str,
+  function: Callable[..., jax.Array],
+  shape: tuple[int, int, int],
+  transposed: bool,
+  dtype: Any,
+  *promises: str,
+) -> mosaic.Variant:
+  """A kernel of this contract, with blocked scales and 8 groups.
+
+  Args:
+    kernel: Its name.
+    name: Of the variant.
+    function: ``function(lhs, rhs, layout)`` calls it.
+    shape: R, K, N.
+    transposed: rhs is [G, N, K].
+    dtype: Of the elements of lhs; those of rhs are e4m3.
+    *promises: Beside those that all such kernels make.
+  """
+  rows, depth, width = shape
+  count, axis = 8, -1 if transposed else -2
+  rhs = (count, width, depth) if transposed else (count, depth, width)
+  struct = jax.ShapeDtypeStruct
+
+  def scales(shape, axis):
+    blocked = mxfp8.scale_shape(shape, axis, "1x32", "blocked")
+    return struct(blocked, jnp.uint8)
+
+  def run(lhs, rhs, lhs_scale, rhs_scale, sizes):
+    return function(
       MxArray(lhs, lhs_scale, axis=-1, layout="blocked"),
       MxArray(rhs, rhs_scale, axis=axis, layout="blocked"),
       groups.group_layout(sizes, rows),
-      transpose_rhs=transposed,
-      out_dtype=out_dtype,
-      tile=tile,
     )
 
   return mosaic.Variant(
-    kernel="blackwell.grouped_matmul",
-    variant=f"{name} {tile.name}",
-    function=function,
-    arguments=abstract(rows, depth, width, transposed, dtype),
+    kernel=f"blackwell.{kernel}",
+    variant=name,
+    function=run,
+    arguments=(
+      struct((rows, depth), dtype),
+      struct(rhs, mxfp8.E4M3),
+      scales((rows, depth), -1),
+      scales(rhs, axis),
+      struct((count,), jnp.int32),
+    ),
     promises=(
       *("mxfp8_mma", "scale_copy_to_tmem", "tmem_load"),
-      *("bulk_tensor_load", "bulk_tensor_store"),
-      *(("mma_of_a_pair",) if tile.ctas > 1 else ()),
+      *("bulk_tensor_load", "bulk_tensor_store", *promises),
     ),
   )

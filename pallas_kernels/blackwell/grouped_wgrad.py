@@ -20,23 +20,21 @@ group without rows costs the store of its zeros.
 
 Compiled and interpreted, not run: no Blackwell GPU was at hand. Tiles of two
 CTAs rest on operands across in block-scaled MMAs of a pair, which
-``WgradTile(transposed=True)`` does without, and on overlapping accumulators,
-which ``WgradTile(accumulators=1)`` does without.
+``MatmulTile(transposed=True)`` does without, and on overlapping accumulators,
+which ``MatmulTile(accumulators=1)`` does without.
 """
 
-import functools
 from typing import Any
 
 import jax
-from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import groups, mosaic, mxfp8
-from pallas_kernels.blackwell import wgrad_kernel, wgrad_problem, wgrad_tile
+from pallas_kernels.blackwell import memory, wgrad_kernel, wgrad_problem
+from pallas_kernels.blackwell import tile as tile_lib
 
 MxArray = mxfp8.MxArray
-WgradTile = wgrad_tile.WgradTile
+MatmulTile = tile_lib.MatmulTile
 
 
 def _refuse(what: str) -> NotImplementedError:
@@ -96,35 +94,26 @@ def _check_result(
     raise _refuse(f"it accumulates in float32; got out_dtype {out_dtype}")
 
 
-def order_of_work(layout: groups.GroupLayout) -> jax.Array:
-  """[3, G] int32: groups by falling size, their first tiles, their tiles.
+def default_tile(depth: int, width: int, *, accumulate: bool) -> MatmulTile:
+  """The tile whose padded work takes least; the narrower one of equals.
 
-  Sorted by counting, which XLA fuses to one small kernel.
+  Args:
+    depth: K, columns of lhs.
+    width: N, columns of rhs.
+    accumulate: Whether the result is added to an array, which is loaded ahead
+      into buffers that cost a stage.
   """
-  steps = -(-layout.sizes // groups.ROW_ALIGN)
-  group = jnp.arange(layout.groups, dtype=jnp.int32)
-  longer = steps[None, :] > steps[:, None]
-  equal = steps[None, :] == steps[:, None]
-  earlier = longer | (equal & (group[None, :] < group[:, None]))
-  place = jnp.sum(earlier, axis=1, dtype=jnp.int32)
-  chosen = place[None, :] == group[:, None]  # [place, group]
-  rows = jnp.stack([group, layout.starts // groups.ROW_ALIGN, steps])
-  picked = jnp.where(chosen[None], rows[:, None, :], 0)
-  return jnp.sum(picked, axis=2, dtype=jnp.int32)
 
+  def cost(shape):
+    lhs, rhs, share = shape
+    tiles = -(-depth // lhs) * -(-width // rhs)
+    return tiles * lhs * rhs / share, lhs * rhs
 
-def _clusters(problem: wgrad_problem.Problem, interpret: Any) -> int:
-  """CTAs, or pairs, that work: as many as fit; one when interpreted."""
-  resident = 1 if interpret else mosaic.sm_count() // problem.tile.ctas
-  return min(problem.tiles, resident)
-
-
-def _arrays(x: MxArray, transposed: bool) -> tuple[jax.Array, jax.Array]:
-  """Data, and atoms of scales [columns/128, R/128, 4, 128] e8m0."""
-  atoms = x.along(-2).with_layout("blocked").scale
-  atoms = lax.bitcast_convert_type(atoms, wgrad_problem.SCALE)
-  data = jnp.swapaxes(x.data, 0, 1) if transposed else x.data
-  return data, atoms.reshape(*atoms.shape[:2], 4, 128)
+  lhs, rhs, _ = min(tile_lib.SHAPES, key=cost)
+  stages = 5 if lhs == rhs else 7
+  if accumulate:
+    return MatmulTile(lhs=lhs, rhs=rhs, stages=stages - 1, buffers=4)
+  return MatmulTile(lhs=lhs, rhs=rhs, stages=stages)
 
 
 def grouped_wgrad(
@@ -134,7 +123,7 @@ def grouped_wgrad(
   *,
   out_dtype: Any = jnp.float32,
   accumulate: jax.Array | None = None,
-  tile: WgradTile | None = None,
+  tile: MatmulTile | None = None,
   interpret: Any = False,
 ) -> jax.Array:
   """As `reference.grouped_wgrad`, up to the order of float32 sums.
@@ -167,7 +156,7 @@ def grouped_wgrad(
     raise _refuse("there must be rows and groups")
   assert isinstance(lhs, MxArray)
   assert isinstance(rhs, MxArray)
-  default = wgrad_tile.default_tile(
+  default = default_tile(
     lhs.shape[1], rhs.shape[1], accumulate=accumulate is not None
   )
   problem = wgrad_problem.Problem(
@@ -180,19 +169,24 @@ def grouped_wgrad(
     accumulate=accumulate is not None,
     tile=tile or default,
   )
-  call = plgpu.kernel(
-    functools.partial(wgrad_kernel.kernel, problem=problem),
-    **wgrad_kernel.launch(problem, _clusters(problem, interpret)),
-    interpret=interpret,
+  call = memory.call(
+    wgrad_kernel.kernel,
+    problem,
+    problem.tiles,
+    "blackwell_grouped_wgrad",
+    interpret,
   )
-  transposed = problem.tile.transposed
-  (a, a_scale), (b, b_scale) = (_arrays(x, transposed) for x in (lhs, rhs))
+  (a, a_scale), (b, b_scale) = (memory.arrays(x, -2) for x in (lhs, rhs))
+  if problem.tile.transposed:
+    a, b = a.T, b.T
+  group, start, steps = layout.by_size(groups.ROW_ALIGN)
+  order = jnp.stack([group, start // groups.ROW_ALIGN, steps])
   more = () if accumulate is None else (accumulate,)
-  return call(order_of_work(layout), a, b, a_scale, b_scale, *more)
+  return call(order, a, b, a_scale, b_scale, *more)
 
 
 # name, K, N, result, whether it is added to an array, the tile if not default.
-_VARIANTS: tuple[tuple[str, int, int, Any, bool, WgradTile | None], ...] = (
+_VARIANTS: tuple[tuple[str, int, int, Any, bool, MatmulTile | None], ...] = (
   ("float32", 2048, 1408, jnp.float32, False, None),
   ("bf16", 2048, 1408, jnp.bfloat16, False, None),
   ("float32 added", 2048, 1408, jnp.float32, True, None),
@@ -205,8 +199,8 @@ _VARIANTS: tuple[tuple[str, int, int, Any, bool, WgradTile | None], ...] = (
   ("swizzle 64 float32", 2880, 2880, jnp.float32, False, None),
   ("swizzle 32 float32", 160, 2048, jnp.float32, False, None),
   ("one accumulator", 2048, 1408, jnp.float32, False,
-   WgradTile(accumulators=1)),
-  ("transposed", 2880, 1408, jnp.float32, False, WgradTile(transposed=True)),
+   MatmulTile(accumulators=1)),
+  ("transposed", 2880, 1408, jnp.float32, False, MatmulTile(transposed=True)),
 )  # fmt: skip
 
 
@@ -227,11 +221,11 @@ def _variant(
   width: int,
   out_dtype: Any,
   accumulate: bool,
-  tile: WgradTile | None,
+  tile: MatmulTile | None,
 ) -> mosaic.Variant:
   """One entry of `variants`."""
   count, rows = 8, 4096
-  tile = tile or wgrad_tile.default_tile(depth, width, accumulate=accumulate)
+  tile = tile or default_tile(depth, width, accumulate=accumulate)
 
   def function(lhs, rhs, lhs_scale, rhs_scale, sizes, *accumulate):
     layout = groups.group_layout(sizes, rows)

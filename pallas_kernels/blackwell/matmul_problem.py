@@ -1,17 +1,16 @@
-"""What one call of Blackwell's grouped matmul computes, and its memory."""
+"""What one call of Blackwell's grouped matmul computes, and in which order."""
 
 import dataclasses
 from typing import Any
 
 import jax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels import groups, mosaic
-from pallas_kernels.blackwell import wgrad_problem, wgrad_tile
+from pallas_kernels import groups
+from pallas_kernels.blackwell import memory
+from pallas_kernels.blackwell import tile as tile_lib
 
-DEPTH, LANES = wgrad_tile.DEPTH, wgrad_tile.LANES
-SCALE = wgrad_problem.SCALE
+DEPTH, LANES = tile_lib.DEPTH, tile_lib.LANES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +23,7 @@ class Problem:
     depth: K, contracted.
     stride: Columns of the array that holds lhs, at least K.
     width: N, columns of the result.
-    across: rhs is [G, K, N], contiguous along N (MN-major), not [G, N, K].
+    turned: rhs is [G, N, K], contiguous along K, not [G, K, N] (MN-major).
     dtypes: Of the elements of lhs and of rhs.
     out_dtype: float32 or bf16.
     tile: The schedule.
@@ -35,17 +34,13 @@ class Problem:
   depth: int
   stride: int
   width: int
-  across: bool
+  turned: bool
   dtypes: tuple[Any, Any]
   out_dtype: Any
-  tile: wgrad_tile.WgradTile
+  tile: tile_lib.MatmulTile
 
   def __post_init__(self):
-    if self.chunks % self.tile.buffers:
-      raise ValueError(
-        f"MatmulTile: {self.tile.name} stores {self.chunks} chunks of "
-        f"{self.chunk} columns, no multiple of its {self.tile.buffers} buffers."
-      )
+    self.tile.check_chunks(self.out_dtype)
 
   @property
   def accumulate(self) -> bool:
@@ -71,9 +66,14 @@ class Problem:
     return min(blocks, blocks // self.tile.ctas + self.groups)
 
   @property
+  def across(self) -> tuple[bool, bool]:
+    """Whether lhs, and rhs, is contiguous across K."""
+    return False, not self.turned
+
+  @property
   def chunk(self) -> int:
     """Columns that the epilogue stores at a time."""
-    return wgrad_tile.chunk(self.out_dtype)
+    return tile_lib.chunk(self.out_dtype)
 
   @property
   def chunks(self) -> int:
@@ -81,42 +81,9 @@ class Problem:
     return self.tile.rhs // self.chunk
 
   def operands(self) -> list[Any]:
-    """Slots of lhs, rhs and their scales in shared memory.
-
-    The tensor core wants both operands swizzled alike, and TMA tiles that
-    divide the rows of the array: the narrower one decides.
-    """
-    tile = self.tile
-    part = tile.rhs // tile.ctas
-    rhs_widths = (part, self.width) if self.across else (self.depth,)
-    widths = DEPTH, self.stride, *rhs_widths
-    span = min(
-      mosaic.swizzle_transforms(self.dtypes[0], width)[1].swizzle  # pyright: ignore
-      for width in widths
-    )
-    shapes = (LANES, DEPTH), (DEPTH, part) if self.across else (part, DEPTH)
-    data = [
-      mosaic.swizzled((tile.stages, *shape), dtype, span)
-      for shape, dtype in zip(shapes, self.dtypes, strict=True)
-    ]
-    scales = [
-      plgpu.SMEM((tile.stages, atoms, 1, 4, 128), SCALE)
-      for atoms in (1, tile.rhs // 128)
-    ]
-    return data + scales
-
-  def tensor_memory(self) -> list[Any]:
-    """The sums, and the columns of scales of lhs and rhs."""
-    return wgrad_problem.tensor_memory(self.tile)
-
-  def barriers(self, axis: str) -> list[Any]:
-    """full, empty, done and free; ``axis`` is the cluster axis of a pair."""
-    return wgrad_problem.barriers(self.tile, axis)[:4]
-
-  def chunk_buffers(self) -> Any:
-    """[buffers, 128, columns of a chunk]."""
-    shape = (self.tile.buffers, LANES, self.chunk)
-    return mosaic.swizzled(shape, self.out_dtype, self.width)
+    """Slots of lhs, rhs and their scales."""
+    widths = self.stride, self.depth if self.turned else self.width
+    return memory.slots(self.tile, self.dtypes, self.across, widths)
 
   def out_type(self) -> jax.ShapeDtypeStruct:
     """[R, N]."""

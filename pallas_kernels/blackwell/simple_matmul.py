@@ -30,11 +30,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import groups, mosaic, mxfp8
-from pallas_kernels.blackwell import grouped_matmul, matmul_problem, wgrad_tile
+from pallas_kernels.blackwell import grouped_matmul, memory
+from pallas_kernels.blackwell import tile as tile_lib
 
 MxArray = mxfp8.MxArray
 
-TILE = wgrad_tile.LANES  # rows and columns of a tile, and K of a step
+TILE = tile_lib.LANES  # rows and columns of a tile, and K of a step
 COPIES = 4  # lhs, rhs and their scales arrive at one barrier
 
 
@@ -132,10 +133,10 @@ def _scratch(
     mosaic.swizzle_transforms(lhs, n)[1].swizzle  # pyright: ignore
     for n in (TILE, stride, width if across else depth)
   )
-  atom = plgpu.SMEM((1, 1, 4, 128), matmul_problem.SCALE)
+  atom = plgpu.SMEM((1, 1, 4, 128), memory.SCALE)
   columns = plgpu.TMEM(
     (TILE, TILE // mxfp8.BLOCK),
-    matmul_problem.SCALE,
+    memory.SCALE,
     layout=plgpu.TMEMLayout.SCALES_LAYOUT,
   )
   return [
@@ -149,7 +150,7 @@ def _scratch(
       plgpu.Barrier(num_arrivals=COPIES),
       plgpu.Barrier(orders_tensor_core=True),
     ],
-    mosaic.swizzled((TILE, wgrad_tile.chunk(out)), out, width),
+    mosaic.swizzled((TILE, tile_lib.chunk(out)), out, width),
   ]
 
 
@@ -186,8 +187,8 @@ def simple_matmul(
   assert isinstance(rhs, MxArray)
   out_dtype, depth = jnp.dtype(out_dtype), lhs.shape[1]
   width = rhs.shape[1 if transpose_rhs else 2]
-  a, a_scale = grouped_matmul.arrays(lhs, -1)
-  b, b_scale = grouped_matmul.arrays(rhs, -1 if transpose_rhs else -2)
+  a, a_scale = memory.arrays(lhs, -1)
+  b, b_scale = memory.arrays(rhs, -1 if transpose_rhs else -2)
   across = not transpose_rhs
   types = (a.dtype, b.dtype, out_dtype)
   call = plgpu.kernel(
@@ -231,25 +232,11 @@ def _variant(
   name: str, depth: int, width: int, transposed: bool, dtype: Any, out: Any
 ) -> mosaic.Variant:
   """One entry of `variants`."""
-  rows = 1024
 
-  def function(lhs, rhs, lhs_scale, rhs_scale, sizes):
-    axis = -1 if transposed else -2
-    return simple_matmul(
-      MxArray(lhs, lhs_scale, axis=-1, layout="blocked"),
-      MxArray(rhs, rhs_scale, axis=axis, layout="blocked"),
-      groups.group_layout(sizes, rows),
-      transpose_rhs=transposed,
-      out_dtype=out,
-    )
+  def function(*operands):
+    return simple_matmul(*operands, transpose_rhs=transposed, out_dtype=out)
 
-  return mosaic.Variant(
-    kernel="blackwell.simple_matmul",
-    variant=name,
-    function=function,
-    arguments=grouped_matmul.abstract(rows, depth, width, transposed, dtype),
-    promises=(
-      *("mxfp8_mma", "scale_copy_to_tmem", "tmem_load"),
-      *("bulk_tensor_load", "bulk_tensor_store"),
-    ),
+  shape = 1024, depth, width
+  return grouped_matmul.variant(
+    "simple_matmul", name, function, shape, transposed, dtype
   )

@@ -8,7 +8,7 @@ import pytest
 
 from experiments import b200_kernels, b200_layer, b200_published, model_b200
 from pallas_kernels import cases, peaks
-from pallas_kernels.blackwell import wgrad_tile
+from pallas_kernels.blackwell import tile as tile_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGE = ROOT / "docs/b200_model.md"
@@ -99,8 +99,8 @@ def test_steps_are_of_the_kernels_tiles():
   assert [(s.mmas, s.scale_copies) for s in found] == [(4, 3), (4, 2), (4, 2)]
   assert len({s.tile for s in found}) == len(found)
   for step in found:
-    assert step.smem_bytes <= wgrad_tile.SMEM_BYTES
-    assert step.tmem_columns <= wgrad_tile.TMEM_COLUMNS
+    assert step.smem_bytes <= tile_lib.SMEM_BYTES
+    assert step.tmem_columns <= tile_lib.TMEM_COLUMNS
 
 
 @pytest.mark.parametrize("form", ["bf16", "mxfp8"])

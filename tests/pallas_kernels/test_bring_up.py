@@ -19,7 +19,7 @@ from pallas_kernels import (
   peaks,
   timing,
 )
-from pallas_kernels.blackwell import wgrad_tile
+from pallas_kernels.blackwell import tile as tile_lib
 from tests.pallas_kernels import bring_up_subjects as subjects
 
 SUBJECTS = "tests.pallas_kernels.bring_up_subjects"
@@ -262,7 +262,7 @@ class TestTable:
 
   def test_cautious_tiles_are_legal_and_come_first(self):
     for options in bring_up_matmul.CAUTIOUS.values():
-      assert wgrad_tile.WgradTile(**options) != wgrad_tile.WgradTile()
+      assert tile_lib.MatmulTile(**options) != tile_lib.MatmulTile()
     names = [c.kernel for c in bring_up_table.checks("10.0")]
     assert bring_up_matmul.SIMPLE in names[0]
     default = names.index("blackwell grouped_matmul mxfp8 forward")

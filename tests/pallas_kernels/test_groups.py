@@ -120,3 +120,15 @@ def test_a_layout_is_a_pytree_with_static_rows():
   assert len(jax.tree.leaves(layout)) == 2
   through = jax.jit(lambda a: a)(layout)
   assert (through.rows, through.groups, through.tiles) == (384, 2, 3)
+
+
+@pytest.mark.parametrize(
+  ("step", "steps"), [(64, [11, 1, 1, 1, 0, 0]), (128, [6, 1, 1, 1, 0, 0])]
+)
+def test_groups_by_falling_size(step, steps):
+  sizes = jnp.asarray([1, 0, 700, 64, 64, 0], jnp.int32)
+  layout = groups.group_layout(sizes, groups.aligned_rows(829, 6))
+  group, start, found = np.asarray(layout.by_size(step))
+  assert group.tolist() == [2, 0, 3, 4, 1, 5]
+  assert start.tolist() == np.asarray(layout.starts)[group].tolist()
+  assert found.tolist() == steps

@@ -11,9 +11,8 @@ from pallas_kernels.blackwell import (
   grouped_matmul,
   matmul_kernel,
   matmul_problem,
-  wgrad_roles,
-  wgrad_shared,
-  wgrad_store,
+  memory,
+  roles,
 )
 from tests import mosaic_interpreter, tolerance
 
@@ -110,8 +109,10 @@ def test_every_pattern(run, pattern):
   check(got, lhs, rhs, layout)
 
 
-@pytest.mark.parametrize(("lhs_dtype", "out_dtype"), [
-    (mxfp8.E5M2, jnp.bfloat16), (mxfp8.E4M3, jnp.float32)])
+@pytest.mark.parametrize(
+  ("lhs_dtype", "out_dtype"),
+  [(mxfp8.E5M2, jnp.bfloat16), (mxfp8.E4M3, jnp.float32)],
+)
 def test_dgrad_reads_the_weights_as_they_are(run, lhs_dtype, out_dtype):
   sizes = cases.group_sizes("skewed", GROUPS, ROWS)
   lhs, rhs, layout = problem(sizes, transposed=True, dtype=lhs_dtype)
@@ -151,9 +152,7 @@ def test_rows_are_read_out_of_a_wire_buffer(interpreted, depth):
   lhs, rhs, layout = problem([128, 60], depth, 128)
   wire = jnp.full((layout.rows, 256), jnp.nan, lhs.data.dtype)
   wire = wire.at[:, :depth].set(lhs.data)
-  none = mxfp8.MxArray(
-    jnp.zeros_like(lhs.data), lhs.scale, layout="blocked"
-  )
+  none = mxfp8.MxArray(jnp.zeros_like(lhs.data), lhs.scale, layout="blocked")
 
   def call(interpret, lhs, rhs, layout, wire):
     return grouped_matmul.grouped_matmul(
@@ -165,7 +164,7 @@ def test_rows_are_read_out_of_a_wire_buffer(interpreted, depth):
 
 
 def test_clusters_share_the_tiles(run, monkeypatch):
-  monkeypatch.setattr(grouped_matmul, "_clusters", lambda *_: 2)
+  monkeypatch.setattr(memory, "resident", lambda *_: 2)
   lhs, rhs, layout = problem([100, 300, 128], 256)
   tile = MatmulTile(stages=3, band=2, along=1)
   check(run(lhs, rhs, layout, tile=tile), lhs, rhs, layout)
@@ -200,24 +199,24 @@ def fill_buffers(memory, tile, member, problem):
     matmul_kernel.store_rows(memory, tile, member, problem)
 
 
-SCALE_COLUMNS, WAIT = wgrad_roles.scale_columns, plgpu.wait_smem_to_gmem
+SCALE_COLUMNS, WAIT = roles.scale_columns, plgpu.wait_smem_to_gmem
 FAULTS = {
   "a load does not wait for the multiply": (
-    wgrad_roles,
+    roles,
     "await_empty",
     nothing,
   ),
-  "one set of scale columns": (wgrad_roles, "scale_columns", first_columns),
-  "a tile does not wait for columns": (wgrad_shared, "previous_turn", nothing),
-  "columns are given up early": (wgrad_store, "release_after", lambda _: 0),
+  "one set of scale columns": (roles, "scale_columns", first_columns),
+  "a tile does not wait for columns": (roles, "previous_turn", nothing),
+  "columns are given up early": (roles, "release_after", lambda _: 0),
   "a chunk overwrites a store": (plgpu, "wait_smem_to_gmem", only_last_wait),
   "a CTA without rows fills buffers": (
     matmul_kernel,
     "pass_over",
     fill_buffers,
   ),
-  "slots are not drained": (wgrad_roles, "drain_slots", nothing),
-  "accumulators are not drained": (wgrad_shared, "drain_turns", nothing),
+  "slots are not drained": (roles, "drain_slots", nothing),
+  "accumulators are not drained": (roles, "drain_turns", nothing),
 }
 
 
@@ -253,7 +252,7 @@ def test_tiles_cover_the_rows_of_groups_once(ctas):
     depth=128,
     stride=128,
     width=128,
-    across=True,
+    turned=False,
     dtypes=(mxfp8.E4M3, mxfp8.E4M3),
     out_dtype=jnp.dtype(jnp.bfloat16),
     tile=MatmulTile(lhs=128 * ctas, rhs=128),

@@ -9,19 +9,19 @@ import pytest
 from pallas_kernels import cases, groups, mxfp8, reference
 from pallas_kernels.blackwell import (
   grouped_wgrad,
-  wgrad_roles,
-  wgrad_shared,
-  wgrad_store,
-  wgrad_tile,
+  memory,
+  roles,
+  wgrad_kernel,
 )
+from pallas_kernels.blackwell import tile as tile_lib
 from tests import mosaic_interpreter, tolerance
 
 GROUPS, K, N = 3, 256, 512
 ROWS = 400
 # Two slots, so that every pattern but single_row wraps the ring; two tiles of
 # each group for one pair, so that both accumulators wrap.
-PAIRS = wgrad_tile.WgradTile(stages=2)
-SINGLE = wgrad_tile.WgradTile(lhs=128, rhs=128, stages=2)
+PAIRS = tile_lib.MatmulTile(stages=2)
+SINGLE = tile_lib.MatmulTile(lhs=128, rhs=128, stages=2)
 
 
 def operand(layout, columns, seed, dtype=mxfp8.E4M3):
@@ -119,7 +119,7 @@ def test_narrow_tiles_of_mixed_types_and_widths_at_the_edge(run):
 
 @pytest.mark.parametrize(("rhs", "accumulators"), [(128, 2), (256, 1)])
 def test_accumulators_that_do_not_overlap(run, rhs, accumulators):
-  tile = wgrad_tile.WgradTile(rhs=rhs, stages=3, accumulators=accumulators)
+  tile = tile_lib.MatmulTile(rhs=rhs, stages=3, accumulators=accumulators)
   assert not tile.shared
   lhs, rhs, layout = problem([130, 257], 352, 160, 400)
   check(run(lhs, rhs, layout, tile=tile), *expected(lhs, rhs, layout))
@@ -127,7 +127,7 @@ def test_accumulators_that_do_not_overlap(run, rhs, accumulators):
 
 def test_transposed_copies(run):
   lhs, rhs, layout = problem([257, 0, 1], 288, 256, 300)
-  tile = wgrad_tile.WgradTile(stages=3, transposed=True)
+  tile = tile_lib.MatmulTile(stages=3, transposed=True)
   got = run(lhs, rhs, layout, tile=tile, out_dtype=jnp.bfloat16)
   check(got, *expected(lhs, rhs, layout))
 
@@ -135,7 +135,7 @@ def test_transposed_copies(run):
 def test_it_adds_to_what_is_there(run):
   lhs, rhs, layout = problem([130, 0, 1], 160, 384, 200)
   before = jax.random.normal(jax.random.key(7), (GROUPS, 160, 384))
-  tile = wgrad_tile.WgradTile(stages=2, buffers=4)
+  tile = tile_lib.MatmulTile(stages=2, buffers=4)
   got = run(lhs, rhs, layout, before, tile=tile)
   want, magnitudes = expected(lhs, rhs, layout)
   there = np.asarray(before).astype(np.float64)
@@ -144,9 +144,9 @@ def test_it_adds_to_what_is_there(run):
 
 
 def test_clusters_share_the_tiles(run, monkeypatch):
-  monkeypatch.setattr(grouped_wgrad, "_clusters", lambda *_: 2)
+  monkeypatch.setattr(memory, "resident", lambda *_: 2)
   lhs, rhs, layout = problem([100, 300, 128], 256, 512, 528)
-  tile = wgrad_tile.WgradTile(stages=3)
+  tile = tile_lib.MatmulTile(stages=3)
   check(run(lhs, rhs, layout, tile=tile), *expected(lhs, rhs, layout))
 
 
@@ -156,7 +156,7 @@ def test_other_scales_become_the_same_atoms():
   square = mxfp8.MxArray(rhs.data, byte, axis=-1, block="32x32")
   along = square.along(-2).with_layout("blocked")
   for x, same in ((lhs.with_layout("linear"), lhs), (square, along)):
-    data, atoms = grouped_wgrad._arrays(x, transposed=False)
+    data, atoms = memory.arrays(x, -2)
     assert data is same.data
     np.testing.assert_array_equal(
       np.asarray(atoms).view(np.uint8).reshape(same.scale.shape), same.scale
@@ -190,24 +190,24 @@ def only_last_wait(count, **options):
     WAIT(count, **options)
 
 
-SCALE_COLUMNS, WAIT = wgrad_roles.scale_columns, plgpu.wait_smem_to_gmem
+SCALE_COLUMNS, WAIT = roles.scale_columns, plgpu.wait_smem_to_gmem
 FAULTS = {
   "a load does not wait for the multiply": (
-    wgrad_roles,
+    roles,
     "await_empty",
     nothing,
   ),
-  "one set of scale columns": (wgrad_roles, "scale_columns", first_columns),
-  "a tile does not wait for columns": (wgrad_shared, "previous_turn", nothing),
-  "columns are given up early": (wgrad_store, "release_after", lambda _: 0),
+  "one set of scale columns": (roles, "scale_columns", first_columns),
+  "a tile does not wait for columns": (roles, "previous_turn", nothing),
+  "columns are given up early": (roles, "release_after", lambda _: 0),
   "shared columns are not first": (
-    wgrad_store,
+    roles,
     "chunk_order",
     lambda turn, i, problem: jnp.int32(i),
   ),
   "a chunk overwrites a store": (plgpu, "wait_smem_to_gmem", only_last_wait),
-  "slots are not drained": (wgrad_roles, "drain_slots", nothing),
-  "accumulators are not drained": (wgrad_shared, "drain_turns", nothing),
+  "slots are not drained": (roles, "drain_slots", nothing),
+  "accumulators are not drained": (roles, "drain_turns", nothing),
 }
 
 
@@ -224,18 +224,10 @@ def test_a_fault_is_reported(run, monkeypatch, fault):
 
 
 def test_a_group_without_rows_is_not_left_as_it_was(run, monkeypatch):
-  monkeypatch.setattr(wgrad_store, "store_zeros", nothing)
+  monkeypatch.setattr(wgrad_kernel, "store_zeros", nothing)
   lhs, rhs, layout = problem([128, 0], 128, 128, 128)
   got = run(lhs, rhs, layout, tile=SINGLE, fault="no zeros")
   assert np.isnan(np.asarray(got)[1]).all()  # what the interpreter leaves
-
-
-def test_the_order_of_work_is_from_the_longest():
-  layout = groups.group_layout(jnp.array([0, 300, 129, 1, 256]), 1024)
-  order = grouped_wgrad.order_of_work(layout)
-  np.testing.assert_array_equal(
-    order, [[1, 2, 4, 3, 0], [0, 3, 6, 5, 0], [3, 2, 2, 1, 0]]
-  )
 
 
 @pytest.mark.parametrize(
@@ -250,10 +242,10 @@ def test_the_order_of_work_is_from_the_longest():
 )
 def test_the_default_tile_wastes_least(depth, width, shape):
   for accumulate in (False, True):
-    tile = wgrad_tile.default_tile(depth, width, accumulate=accumulate)
+    tile = grouped_wgrad.default_tile(depth, width, accumulate=accumulate)
     assert (tile.lhs, tile.rhs) == shape
-  assert wgrad_tile.WgradTile().stages >= 4
-  assert wgrad_tile.WgradTile().shared == 64
+  assert tile_lib.MatmulTile().stages >= 4
+  assert tile_lib.MatmulTile().shared == 64
 
 
 @pytest.mark.parametrize(
@@ -269,7 +261,7 @@ def test_the_default_tile_wastes_least(depth, width, shape):
 )
 def test_an_illegal_tile_is_refused(options, says):
   with pytest.raises(ValueError, match=says):
-    wgrad_tile.WgradTile(**options)
+    tile_lib.MatmulTile(**options)
 
 
 def test_what_it_does_not_take_is_refused():

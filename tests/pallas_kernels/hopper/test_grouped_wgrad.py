@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import cases, groups, reference
-from pallas_kernels.hopper import grouped_wgrad, wgrad_call, wgrad_tile
+from pallas_kernels.hopper import grouped_wgrad, wgrad_tile
 from tests import tolerance
 
 GROUPS, K, N = 3, 128, 192
@@ -123,15 +123,6 @@ def test_mxfp8(run):
   np.testing.assert_allclose(
     got, reference.grouped_wgrad(lhs, rhs, layout), rtol=1e-4, atol=1e-4
   )
-
-
-def test_order_of_work():
-  sizes = jnp.asarray([1, 0, 700, 64, 64, 0], jnp.int32)
-  layout = groups.group_layout(sizes, groups.aligned_rows(829, 6))
-  group, start, steps = np.asarray(wgrad_call.order_of_work(layout, 64))
-  assert group.tolist() == [2, 0, 3, 4, 1, 5]
-  assert start.tolist() == np.asarray(layout.starts)[group].tolist()
-  assert steps.tolist() == [11, 1, 1, 1, 0, 0]
 
 
 class TestRefusals:

@@ -1,4 +1,4 @@
-"""Tile choices of Blackwell's grouped wgrad: what is legal, and the default.
+"""Tile choices of Blackwell's grouped matmul and wgrad: what is legal.
 
     256 x 256   two CTAs; the accumulators overlap by 64 columns   the default
     256 x 256   two CTAs, one accumulator                          the fallback
@@ -29,19 +29,19 @@ SHARED_UNIT = 64  # columns of a bf16 chunk: what accumulators may share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class WgradTile:
-  """The schedule of a grouped wgrad.
+class MatmulTile:
+  """The schedule of a grouped matmul or wgrad.
 
   Attributes:
-    lhs: Columns of lhs of a tile, rows of its result: 256 for a pair of CTAs,
-      128 for one.
-    rhs: Columns of rhs of a tile: 128, or 256 for a pair.
+    lhs: Rows of a tile of the result: rows of a matmul's lhs, columns of a
+      wgrad's. 256 for a pair of CTAs, 128 for one.
+    rhs: Columns of a tile of the result: 128, or 256 for a pair.
     stages: Steps that the ring holds, loads in flight included.
     accumulators: 2, so that a tile is multiplied while the one before is
       stored, or 1.
     buffers: Chunks of the result whose stores may be in flight: 2 or 4.
-    transposed: Reads copies of the operands that are contiguous along the rows
-      of the group (K-major), made by XLA before, instead of the operands.
+    transposed: Reads copies, made by XLA before, of operands that are not
+      contiguous along what is contracted (MN-major), instead of the operands.
     band: Tiles of a band: within it neighbours in time share operands in L2.
     along: Axis of the result that a band lies across: 0 walks all columns for a
       few rows, 1 all rows for a few columns.
@@ -59,36 +59,36 @@ class WgradTile:
   def __post_init__(self):
     if self.lhs not in (LANES, 2 * LANES) or self.rhs not in (128, self.lhs):
       raise ValueError(
-        "WgradTile: lhs x rhs must be 256x256, 256x128 or 128x128 (pairs of "
+        "MatmulTile: lhs x rhs must be 256x256, 256x128 or 128x128 (pairs of "
         f"CTAs or one, whole atoms of scales); got {self.lhs}x{self.rhs}."
       )
     if self.accumulators not in (1, 2) or self.buffers not in (2, 4):
       raise ValueError(
-        "WgradTile: accumulators must be 1 or 2 and buffers 2 or 4; got "
+        "MatmulTile: accumulators must be 1 or 2 and buffers 2 or 4; got "
         f"accumulators={self.accumulators}, buffers={self.buffers}."
       )
     if self.stages < 2 or self.band < 1:
       raise ValueError(
-        "WgradTile: needs at least 2 stages and a band of 1; got "
+        "MatmulTile: needs at least 2 stages and a band of 1; got "
         f"stages={self.stages}, band={self.band}."
       )
     if self.along not in (0, 1):
-      raise ValueError(f"WgradTile: along must be 0 or 1; got {self.along}.")
+      raise ValueError(f"MatmulTile: along must be 0 or 1; got {self.along}.")
     if self.accumulators == 2 and self.shared > self.rhs // 2:
       raise ValueError(
-        f"WgradTile: the scales of {self.stages} stages leave no room for two "
+        f"MatmulTile: the scales of {self.stages} stages leave no room for two "
         f"accumulators of {self.rhs} columns; take fewer stages."
       )
     if self.accumulator_columns + self.scale_columns > TMEM_COLUMNS:
       raise ValueError(
-        f"WgradTile: {self.name} needs {self.accumulator_columns} columns of "
+        f"MatmulTile: {self.name} needs {self.accumulator_columns} columns of "
         f"sums and {self.scale_columns} of scales, more than {TMEM_COLUMNS}; "
         "take fewer stages."
       )
     if self.smem_bytes > SMEM_BYTES:
       raise ValueError(
-        f"WgradTile: {self.name} needs {self.smem_bytes} bytes of shared memory"
-        f", more than {SMEM_BYTES}; take fewer stages or buffers."
+        f"MatmulTile: {self.name} needs {self.smem_bytes} bytes of shared "
+        f"memory, more than {SMEM_BYTES}; take fewer stages or buffers."
       )
 
   @property
@@ -130,6 +130,19 @@ class WgradTile:
     chunks = self.buffers * LANES * CHUNK_BYTES
     return self.stages * (operands + scales) + chunks + BARRIER_BYTES
 
+  def check_chunks(self, out_dtype: Any) -> None:
+    """Refuses buffers that a tile's chunks do not fill evenly.
+
+    Raises:
+      ValueError: The chunks of ``out_dtype`` are no multiple of the buffers.
+    """
+    columns = chunk(out_dtype)
+    if self.rhs // columns % self.buffers:
+      raise ValueError(
+        f"MatmulTile: {self.name} stores {self.rhs // columns} chunks of "
+        f"{columns} columns, no multiple of its {self.buffers} buffers."
+      )
+
   @property
   def name(self) -> str:
     """A short name, e.g. ``256x256 s5 a2 b2 n8/0``."""
@@ -148,25 +161,3 @@ SHAPES = ((256, 256, 1.0), (256, 128, 0.75), (128, 128, 0.5))
 def chunk(out_dtype: Any) -> int:
   """Columns that the epilogue stores at a time."""
   return CHUNK_BYTES // jnp.dtype(out_dtype).itemsize
-
-
-def default_tile(depth: int, width: int, *, accumulate: bool) -> WgradTile:
-  """The tile whose padded work takes least; the narrower one of equals.
-
-  Args:
-    depth: K, columns of lhs.
-    width: N, columns of rhs.
-    accumulate: Whether the result is added to an array, which is loaded ahead
-      into buffers that cost a stage.
-  """
-
-  def cost(shape):
-    lhs, rhs, share = shape
-    tiles = -(-depth // lhs) * -(-width // rhs)
-    return tiles * lhs * rhs / share, lhs * rhs
-
-  lhs, rhs, _ = min(SHAPES, key=cost)
-  stages = 5 if lhs == rhs else 7
-  if accumulate:
-    return WgradTile(lhs=lhs, rhs=rhs, stages=stages - 1, buffers=4)
-  return WgradTile(lhs=lhs, rhs=rhs, stages=stages)
