@@ -189,6 +189,7 @@ def round_to_mxfp8(
     NotImplementedError: The kernel does not take this shape or dtype.
     ValueError: An axis is no multiple of 32, or an option is unknown.
   """
+  quantize_call.check(x)
   axis = axis - x.ndim if axis >= 0 else axis
   mxfp8.scale_shape(x.shape, axis, block, "linear")
   if axis < -2:

@@ -3,13 +3,16 @@
 A CPU never folds; here it is told to, and runs the reference.
 """
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mxmoe_jax import Recipe, quantize_weights
+from mxmoe_jax import Recipe, quantize_weights, routing
 from mxmoe_jax import stage as stage_lib
-from tests import tolerance
+from tests import real_tensors, tolerance
 from tests.mxmoe_jax import float64_layer, layers
 
 FOLDED = Recipe.mxfp8(hopper="folded")
@@ -29,20 +32,36 @@ def folding(monkeypatch):
   jax.clear_caches()
 
 
-def _noise(cfg):
-  """SQNR in dB against the float64 layer, by array."""
-  got, _ = layers.run(cfg)
-  ids = layers.chosen(cfg)
-  want = float64_layer.run(
-    layers.tokens(), layers.params(cfg), ids, layers.tokens(name="dy"), cfg
-  )
+def _noise(cfg, inputs=None):
+  """SQNR in dB against the float64 layer, by array; of (x, params, dy)."""
+  inputs = inputs or (
+    layers.tokens(), layers.params(cfg), layers.tokens(name="dy")
+  )  # fmt: skip
+  x, params, dy = inputs
+  got, _ = layers.step(*inputs, cfg)
+  ids = np.asarray(routing.route(x, params["router"], cfg).experts)
+  want = float64_layer.run(x, params, ids, dy, cfg)
   return {name: tolerance.sqnr(got[name], want[name]) for name in want}
 
 
+def _inputs(kind):
+  """(config, x, params, dy); outliers: channels of 100 times the others."""
+  if kind == "real":
+    found = real_tensors.layer()
+    return found.config, found.x, found.params, found.dy
+  cfg = layers.config()
+  x, dy = layers.tokens(), layers.tokens(name="dy")
+  if kind == "outliers":
+    x, dy = (a.at[:, jnp.asarray([5, 70])].multiply(100) for a in (x, dy))
+  return cfg, x, layers.params(cfg), dy
+
+
 @pytest.mark.usefixtures("folding")
-def test_folding_costs_no_more_than_its_bar():
-  folded = _noise(layers.config(recipe=FOLDED))
-  exact = _noise(layers.config())
+@pytest.mark.parametrize("kind", ["normal", "outliers", "real"])
+def test_folding_costs_no_more_than_its_bar(kind):
+  cfg, *inputs = _inputs(kind)
+  folded = _noise(dataclasses.replace(cfg, recipe=FOLDED), tuple(inputs))
+  exact = _noise(cfg, tuple(inputs))
   loss = {name: exact[name] - folded[name] for name in exact}
   assert max(loss.values()) <= tolerance.FOLDED_COSTS, loss
   assert any(loss.values()), "nothing was folded"

@@ -77,6 +77,12 @@ def test_rounding_to_numbers_of_mxfp8(interpreted, axis, x_dtype, shape):
   assert_equal_values(got, reference.round_to_mxfp8(x, axis))
 
 
+def test_rounding_refuses_other_dtypes():
+  x = jnp.zeros(SHAPE, jnp.float16)
+  with pytest.raises(NotImplementedError, match="bfloat16 or float32"):
+    quantize.round_to_mxfp8(x)
+
+
 def test_rounding_in_square_blocks(interpreted):
   x = hard_values((2, 128, 160))
   options = dict(block="32x32", rounding="floor")

@@ -106,6 +106,24 @@ def check(got, lhs, rhs, layout, options):
     assert (np.abs(got[rows].astype(np.float64) - want) <= bound).all()
 
 
+def check_fold(got, exact, weights, layout):
+  """float32 of the folded operands is within `fold_bound` of the exact ones.
+
+  Weights have the contracted axis last.
+  """
+  smallest = float(jnp.finfo(E4M3).smallest_subnormal)
+  tops = [
+    2.0 ** (np.max(np.asarray(x.with_layout("linear").scale), -1) - 127.0)
+    for x in (exact, weights)
+  ]
+  for group, (rows, a, b) in enumerate(by_group(exact, weights, layout, True)):
+    want, magnitudes = a @ b, np.abs(a) @ np.abs(b)
+    bound = tolerance.fold_bound(
+      np.abs(a), np.abs(b), tops[0][rows], tops[1][group], smallest
+    ) + tolerance.matmul_bound(magnitudes, want, bf16=False)
+    assert (np.abs(got[rows] - want) <= bound).all()
+
+
 def kernel(options):
   """The kernel as `interpreted` calls it."""
 
@@ -163,15 +181,8 @@ def test_outliers_stay_within_the_bounds(interpreted):
   lhs, rhs = reference.fold(exact), reference.fold(weights)
   got = np.asarray(interpreted(kernel(options), lhs, rhs, layout))
   check(got, lhs, rhs, layout, options)
-  smallest = float(jnp.finfo(E4M3).smallest_subnormal)
-  tops = [2.0 ** (np.max(np.asarray(x.scale), -1) - 127.0) for x in (lhs, rhs)]
   assert int(fold_loss.fold_loss(exact).changed)  # else nothing is tested
-  for group, (rows, a, b) in enumerate(by_group(exact, weights, layout, True)):
-    want, magnitudes = a @ b, np.abs(a) @ np.abs(b)
-    bound = tolerance.fold_bound(
-      np.abs(a), np.abs(b), tops[0][rows], tops[1][group], smallest
-    ) + tolerance.matmul_bound(magnitudes, want, bf16=False)
-    assert (np.abs(got[rows] - want) <= bound).all()
+  check_fold(got, exact, weights, layout)
 
 
 @pytest.mark.parametrize("way", ["exact transposed", "folded"])
