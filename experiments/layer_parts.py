@@ -94,6 +94,27 @@ class Call:
   arrays: tuple[Any, ...]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+  """A part that can be timed.
+
+  Attributes:
+    direction: as in `Part`, as the next three.
+    part: one of `PARTS`.
+    operation: of the backend, or what else it is.
+    implementation: "mosaic" or "xla".
+    run: takes the arrays.
+    arrays: of it.
+  """
+
+  direction: str
+  part: str
+  operation: str
+  implementation: str
+  run: Callable[..., Any]
+  arrays: tuple[Any, ...]
+
+
 class _Watcher:
   """Takes down the calls of one direction while they are traced."""
 
@@ -225,51 +246,58 @@ def _others(config: MoEConfig, data: tuple[Any, Any, Any]):
   ]  # fmt: skip
 
 
-def measure(
-  config: MoEConfig, data: tuple[Any, Any, Any], **options: Any
-) -> list[Part]:
-  """Times every part of a layer.
+def prepare(config: MoEConfig, data: tuple[Any, Any, Any]) -> list[Prepared]:
+  """Every part of a layer, compiled.
 
   Args:
     config: the layer.
     data: x, params and dy.
-    **options: of `timing.measure_in_turn`.
   """
   found, seen = [], []
-  made, others = calls(config, data), _others(config, data)
-
-  def compiled(item: tuple[Callable[..., Any], Any]) -> Any:
-    return jax.jit(item[0]).lower(*item[1]).compile()
-
-  with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-    work = [(call.run, call.arrays) for call in made]
-    work += [other[3:] for other in others]
-    programs = list(pool.map(compiled, work))
-  for call, program in zip(made, programs, strict=False):
-    time = timing.time_function(program, call.arrays, **options)
+  for call in calls(config, data):
     found.append(
-      Part(
+      Prepared(
         direction=call.direction,
         part=part_of(call, seen, config),
         operation=call.operation,
         implementation=call.implementation,
-        time=time,
+        run=call.run,
+        arrays=call.arrays,
       )
     )
     seen.append(dataclasses.replace(call, arrays=()))
-  for other, program in zip(others, programs[len(made) :], strict=True):
-    direction, part, name, _, arguments = other
-    time = timing.time_function(program, arguments, **options)
+  for direction, part, name, run, arrays in _others(config, data):
     found.append(
-      Part(
+      Prepared(
         direction=direction,
         part=part,
         operation=name,
         implementation="xla",
-        time=time,
+        run=run,
+        arrays=arrays,
       )
     )
-  return found
+
+  def compiled(part: Prepared) -> Prepared:
+    run = jax.jit(part.run).lower(*part.arrays).compile()
+    return dataclasses.replace(part, run=run)
+
+  with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+    return list(pool.map(compiled, found))
+
+
+def measure(parts: list[Prepared], **options: Any) -> list[Part]:
+  """Times parts one after the other; ``options`` of `timing.measure`."""
+  return [
+    Part(
+      direction=part.direction,
+      part=part.part,
+      operation=part.operation,
+      implementation=part.implementation,
+      time=timing.time_function(part.run, part.arrays, **options),
+    )
+    for part in parts
+  ]
 
 
 def sums(parts: list[Part], direction: str) -> dict[str, float]:
