@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import dataclasses
 import math
 
+from experiments import h200_shares
 from pallas_kernels import mxfp8, peaks
 from pallas_kernels.blackwell import grouped_matmul, grouped_wgrad
 
@@ -28,23 +29,10 @@ SCALED = 1 + 1 / mxfp8.BLOCK  # bytes of an MXFP8 number
 LAUNCH_US = 3.0  # between kernels of one program
 FILL_CLOCKS = 4000  # the first loads and the last store of a matmul
 
-# Share of its bound that a matmul sustains, as our Hopper kernels do on one
-# H200 (experiments/results/nvidia_h200/grouped_matmul.json, the mean of fprop,
-# dgrad and wgrad without a break): folded MXFP8 1,269 TFLOP/s of 1,979, bf16
-# 669 of 989.
-SUSTAINED = {"mxfp8": 0.64, "bf16": 0.68}
-# Share of the peak bandwidth that the same kernels reach on one H200
-# (experiments/results/nvidia_h200/bench.json), of 4,800 GB/s.
-REACHED = {
-  "quantize": 0.81,
-  "quantize both": 0.74,
-  "requantize": 0.73,
-  "permute": 0.73,
-  "swiglu": 0.67,
-  "swiglu backward": 0.62,
-  "XLA": 0.67,  # an elementwise kernel that XLA generates
-  "matmul": 0.81,  # as the best of them
-}
+# Share of its bound that a matmul sustains, and of the peak bandwidth that a
+# memory-bound kernel reaches: as ours do on one H200.
+SUSTAINED = h200_shares.sustained()
+REACHED = h200_shares.reached()
 # Bytes read and written an element of the array that each is counted in.
 BYTES = {
   "quantize": 2 + SCALED,

@@ -2,12 +2,17 @@
 
 import json
 import pathlib
-import statistics
 
 import pytest
 
-from experiments import b200_kernels, b200_layer, b200_published, model_b200
-from pallas_kernels import cases, peaks
+from experiments import (
+  b200_kernels,
+  b200_layer,
+  b200_published,
+  h200_shares,
+  model_b200,
+)
+from pallas_kernels import cases
 from pallas_kernels.blackwell import tile as tile_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -64,23 +69,44 @@ def test_the_clock_makes_the_peak():
   assert slow == 2 * clocks
 
 
-def test_the_sustained_shares_are_what_was_measured_on_an_h200():
-  file = ROOT / "experiments/results/nvidia_h200/grouped_matmul.json"
-  measured = json.loads(file.read_text())["cases"]
-  gpu = peaks.PEAKS["NVIDIA H200"]
-  for form, who, peak in (
-    ("bf16", "bf16", gpu.bf16),
-    ("mxfp8", "folded", gpu.fp8),
-  ):
-    rates = [
-      case["sustained"]["teraflops"]
-      for case in measured
-      if case["who"] == who
-      and case["way"] in ("fprop", "dgrad", "wgrad")
-      and case["sustained"]
-    ]
-    share = 1e12 * statistics.mean(rates) / peak
-    assert b200_kernels.SUSTAINED[form] == pytest.approx(share, rel=0.02)
+def test_shares_are_of_what_an_h200_measured(tmp_path, monkeypatch):
+  def matmul(who, way, rate):
+    sustained = rate and {"teraflops": rate}
+    return {"who": who, "way": way, "sustained": sustained}
+
+  def memory(variant, rate):
+    return {"kernel": variant[0], "variant": variant[1],
+            "gigabytes_per_second": rate}  # fmt: skip
+
+  gpu = h200_shares.GPU
+  matmuls = [
+    matmul("folded", "fprop", 0.8 * gpu.fp8 / 1e12),
+    matmul("folded", "wgrad", 0.6 * gpu.fp8 / 1e12),
+    matmul("folded", "wgrad and fold", 1.0),  # another way
+    matmul("bf16", "dgrad", 0.5 * gpu.bf16 / 1e12),
+    matmul("bf16", "fprop", None),  # not sustained
+    matmul("torch bf16", "fprop", 1.0),
+  ]
+  variants = h200_shares.VARIANTS.values()
+  moved = [memory(variant, 0.7 * gpu.memory / 1e9) for variant in variants]
+  moved += [memory(variant, 1.0) for variant in variants]  # a narrow shape
+  copies = {"all": {"XLA elementwise": 0.9 * gpu.memory / 1e9}}
+  for name, kept in {
+    "grouped_matmul.json": {"cases": matmuls},
+    "bench.json": {"cases": moved, "copy": copies},
+  }.items():
+    (tmp_path / name).write_text(json.dumps(kept))
+  monkeypatch.setattr(h200_shares, "RESULTS", tmp_path)
+  assert h200_shares.sustained() == {"mxfp8": 0.7, "bf16": 0.5}
+  shares = h200_shares.reached()
+  assert shares.pop("XLA") == shares.pop("matmul") == 0.9
+  assert shares == dict.fromkeys(h200_shares.VARIANTS, 0.7)
+
+
+def test_kept_shares_leave_the_bound_above_what_is_expected():
+  for share in (*b200_kernels.SUSTAINED.values(),
+                *b200_kernels.REACHED.values()):  # fmt: skip
+    assert 0.5 < share < 1
 
 
 def test_small_tiles_starve_the_tensor_core():
