@@ -33,12 +33,14 @@ from jax.extend.mlir.dialects import arith, vector
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import mxfp8
+from pallas_kernels import mxfp8, ptxas_version
 
 SWIZZLE = 128  # bytes: rows of a swizzled tile, the widest that TMA offers
 ATOM = 128  # rows of one atom of blocked scales, and threads of a warpgroup
 SPLIT = mxfp8.BLOCK  # rows of one warp
 DEFAULT_SMS = 132  # an H200's; used when the device does not tell
+
+ptxas_version.remember()  # before the first kernel is lowered
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

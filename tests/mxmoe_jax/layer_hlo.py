@@ -14,12 +14,10 @@ import sys
 
 import jax
 from jax.experimental import topologies
-from jax.experimental.mosaic.gpu import fragmented_array
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 import numpy as np
-import pytest
 
 import mxmoe_jax
 from mxmoe_jax import arguments
@@ -33,13 +31,6 @@ COMPILER_OPTIONS = {
   "xla_backend_optimization_level": 0,
   "xla_llvm_disable_expensive_passes": True,
 }
-
-
-def remember_ptxas(patch):
-  """Mosaic asks ptxas for its version in a process each time it casts."""
-  extension = fragmented_array.mgpu_lib._mosaic_gpu_ext  # pyright: ignore
-  version = functools.cache(extension._get_ptxas_isa_version)
-  patch.setattr(extension, "_get_ptxas_isa_version", version)
 
 
 def config(ep):
@@ -77,11 +68,7 @@ def compiled(gpu, data, ep):
     y, _ = mxmoe_jax.moe(x, params, cfg, mesh=mesh if ep > 1 else None)
     return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
-  with (
-    jax.default_device(topology.devices[0]),
-    pytest.MonkeyPatch.context() as m,
-  ):
-    remember_ptxas(m)
+  with jax.default_device(topology.devices[0]):
     lowered = jax.jit(jax.grad(objective, argnums=(0, 1))).lower(x, params)
     return lowered.compile(COMPILER_OPTIONS).as_text()
 
